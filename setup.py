@@ -19,7 +19,7 @@ EXTRAS = {
 setup(
     name="al-deepspeed",
     version="0.1.0",
-    description="AdaptiveLoad for DeepSpeed: balanced batches and fused AdaLN for video diffusion transformers",
+    description="AdaptiveLoad for DeepSpeed: balanced batches and fused AdaLN for video DiTs",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

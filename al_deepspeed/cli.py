@@ -1,7 +1,7 @@
 """The command `al-deepspeed`: one module of `al_deepspeed.commands` for each subcommand.
 
-Exit codes are stable: 0 done, 1 failed, 2 bad usage or input. Every command takes `--json`: one JSON object on
-standard output, and nothing else there; progress, tables and warnings then go to standard error.
+Exit codes are stable: 0 done, 1 failed, 2 bad usage or input. Every command takes `--json`: one JSON object
+on standard output, and nothing else there; progress, tables and warnings then go to standard error.
 """
 
 import importlib
