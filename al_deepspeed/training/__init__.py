@@ -1,0 +1,1 @@
+"""What a trainer of a video diffusion transformer needs besides the engine: objective, validation, model, export."""

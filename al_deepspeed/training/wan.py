@@ -1,0 +1,127 @@
+"""Wan's transformer, from a preset or from pretrained weights, made so that no rank holds more than it must.
+
+At ZeRO-3 a model is born partitioned (`deepspeed.zero.Init`) and pretrained weights are read by rank 0, one
+parameter at a time. Gathering the weights again for export goes parameter by parameter as well.
+"""
+
+import os
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+
+import deepspeed
+import torch
+from diffusers import WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
+
+from al_deepspeed.errors import ConfigError
+
+# Name -> what differs from WanTransformer3DModel's own defaults. `tiny` trains on CPUs; `1.3b` is Wan 2.1 T2V 1.3B.
+PRESETS = {
+    "tiny": {
+        "num_attention_heads": 4,
+        "attention_head_dim": 24,
+        "ffn_dim": 384,
+        "num_layers": 4,
+        "freq_dim": 64,
+    },
+    "1.3b": {"num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960, "num_layers": 30},
+}
+
+
+def from_preset(name: str, *, channels: int, text_dim: int, ds_config: dict) -> WanTransformer3DModel:
+    """A model with random weights for latents of `channels` and captions of `text_dim`."""
+    if name not in PRESETS:
+        raise ConfigError(f"preset is {name!r}; allowed: {', '.join(PRESETS)}.")
+    config = {**PRESETS[name], "in_channels": channels, "out_channels": channels, "text_dim": text_dim}
+    return _construct(config, ds_config)
+
+
+def from_pretrained(
+    name_or_dir: str, *, channels: int, text_dim: int, ds_config: dict
+) -> WanTransformer3DModel:
+    """A model with the weights of a diffusers folder or of a hub repository (its `transformer` subfolder)."""
+    folder = _weights_folder(name_or_dir)
+    config = WanTransformer3DModel.load_config(folder)
+    for key, found in (("in_channels", channels), ("text_dim", text_dim)):
+        if config[key] != found:
+            raise ConfigError(f"{name_or_dir} has {key} {config[key]}, but the corpus has {found}.")
+    model = _construct(config, ds_config)
+    _read_weights(model, folder)
+    return model
+
+
+def export(model: WanTransformer3DModel, folder: Path) -> None:
+    """Writes a diffusers folder from weights that may be partitioned. Every rank calls it; rank 0 writes.
+
+    The folder appears complete or not at all. Weights keep the type that training held them in.
+    """
+    state = {}
+    rank = _rank()
+    for name, parameter in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter]):
+            if rank == 0:
+                state[name] = parameter.detach().cpu().clone()
+    if rank == 0:
+        with torch.device("meta"):
+            whole = WanTransformer3DModel.from_config(dict(model.config))
+        whole.load_state_dict(state, strict=True, assign=True)
+        partial = folder.with_name(folder.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        whole.save_pretrained(partial, safe_serialization=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+
+
+def _partitioned(ds_config: dict) -> bool:
+    return ds_config.get("zero_optimization", {}).get("stage", 0) == 3
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def _construct(config: dict, ds_config: dict) -> WanTransformer3DModel:
+    born_partitioned = _partitioned(ds_config)
+    with deepspeed.zero.Init(config_dict_or_path=ds_config) if born_partitioned else nullcontext():
+        model = WanTransformer3DModel.from_config(config)
+    if born_partitioned:  # zero.Init computes new tensors in the parameters' type; rotary angles need float64
+        rope = model.rope
+        model.rope = WanRotaryPosEmbed(rope.attention_head_dim, rope.patch_size, rope.max_seq_len)
+    return model
+
+
+def _weights_folder(name_or_dir: str) -> Path:
+    folder = Path(name_or_dir)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(name_or_dir, allow_patterns=["transformer/*"]))
+    folder = folder / "transformer" if (folder / "transformer").is_dir() else folder
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{name_or_dir} holds no diffusers transformer: no config.json in {folder}.")
+    return folder
+
+
+def _read_weights(model: WanTransformer3DModel, folder: Path) -> None:
+    """Fills a model from the folder's safetensors files. A partitioned parameter is read by rank 0 for all."""
+    from safetensors import safe_open
+
+    where = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(os.fspath(file), framework="pt") as tensors:
+            where |= dict.fromkeys(tensors.keys(), file)
+    missing = [name for name, _ in model.named_parameters() if name not in where]
+    if missing:
+        raise ConfigError(f"{folder} lacks {len(missing)} of the model's weights, first {missing[0]}.")
+    for name, parameter in model.named_parameters():
+        shared = hasattr(parameter, "ds_id")  # partitioned by zero.Init
+        with (
+            deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if shared else None),
+            torch.no_grad(),
+        ):
+            if not shared or _rank() == 0:
+                with safe_open(os.fspath(where[name]), framework="pt") as tensors:
+                    parameter.copy_(tensors.get_tensor(name))
