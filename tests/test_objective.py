@@ -1,4 +1,4 @@
-"""The rectified-flow objective against closed forms, and its randomness as a function of (seed, epoch, sample id)."""
+"""The objective against closed forms; its randomness as a function of (seed, epoch, sample id)."""
 
 import math
 
@@ -156,5 +156,5 @@ def test_a_samples_loss_is_the_same_alone_and_in_any_batch():
     "settings", [{"timesteps": "cosine"}, {"shift": 0}, {"condition_dropout": 1.5}, {"shift": float("nan")}]
 )
 def test_settings_that_mean_nothing_are_refused(settings):
-    with pytest.raises(ConfigError, match="allowed|must be"):
+    with pytest.raises(ConfigError, match=r"allowed|must be"):
         Objective(**settings)

@@ -1,1 +1,1 @@
-"""What a trainer of a video diffusion transformer needs besides the engine: objective, validation, model, export."""
+"""What a video DiT's trainer needs besides the engine: objective, validation, model and export."""

@@ -1,8 +1,9 @@
-"""Fixed-noise validation: the same samples, noise and levels each time, so that only the model changes the loss.
+"""Fixed-noise validation: the same samples, noise and levels each time, so that only the model changes it.
 
-For each shape a few samples, each at a few noise levels (mid-quantiles of the training distribution). One forward
-holds one sample at one level. Every rank runs the same number of forwards, as ZeRO-3 needs; where the items do not
-divide, the last ones run again at weight 0. Items lie in order of length, so that ranks side by side cost the same.
+For each shape a few samples, each at a few noise levels (mid-quantiles of the training distribution). One
+forward holds one sample at one level. Every rank runs the same number of forwards, as ZeRO-3 needs; where the
+items do not divide, the last one runs again at weight 0. Items lie in order of length, so that ranks side by
+side cost the same.
 """
 
 from collections.abc import Sequence

@@ -16,7 +16,7 @@ from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 
 from al_deepspeed.errors import ConfigError
 
-# Name -> what differs from WanTransformer3DModel's own defaults. `tiny` trains on CPUs; `1.3b` is Wan 2.1 T2V 1.3B.
+# Name -> what differs from WanTransformer3DModel's defaults. `tiny` is for CPUs, `1.3b` is Wan 2.1 T2V 1.3B.
 PRESETS = {
     "tiny": {
         "num_attention_heads": 4,
@@ -106,7 +106,7 @@ def _weights_folder(name_or_dir: str) -> Path:
 
 
 def _read_weights(model: WanTransformer3DModel, folder: Path) -> None:
-    """Fills a model from the folder's safetensors files. A partitioned parameter is read by rank 0 for all."""
+    """Fills a model from safetensors files. A partitioned parameter is read by rank 0 for all."""
     from safetensors import safe_open
 
     where = {}
