@@ -16,7 +16,7 @@ def tiny(channels=2, text_dim=8):
 def test_the_large_preset_is_wan_1_3b():
     with torch.device("meta"):
         model = wan.from_preset("1.3b", channels=16, text_dim=4096, ds_config={})
-    # A block: two attentions, the second one's norm, the MLP, a modulation table of 6 rows. Around the blocks:
+    # A block: two attentions, the norm of the second, the MLP, a modulation table of 6 rows. Around them:
     # patches, the timestep's MLP and its projection to 6 rows, the captions' MLP, the head and its table.
     attention = 4 * (1536 * 1536 + 1536) + 2 * 1536
     block = 2 * attention + 2 * 1536 + 2 * 1536 * 8960 + 8960 + 1536 + 6 * 1536
