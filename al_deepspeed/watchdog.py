@@ -46,7 +46,7 @@ class Watchdog:
             self._thread.start()
 
     def end(self) -> None:
-        """The micro-step is over. Nothing is watched until the next `begin`: validating and saving take time."""
+        """The micro-step is over. Until the next `begin` nothing is watched: validation takes its time."""
         self._running = None
 
     def _watch(self) -> None:
