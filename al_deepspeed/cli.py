@@ -12,7 +12,9 @@ import typer
 from al_deepspeed.errors import AdaptiveLoadError
 
 # Subcommand -> what it does. A module `al_deepspeed.commands.<name>` defines `run`, a typer command.
-COMMANDS = {}
+COMMANDS = {
+    "index": "a manifest from latent shards, or from a table of sizes",
+}
 
 app = typer.Typer(
     name="al-deepspeed",

@@ -1,0 +1,97 @@
+"""Files that appear whole or not at all and that one process at a time writes; files read by offset.
+
+A file is written beside its final name and renamed when complete, so a killed run leaves at most one hidden
+`.NAME.tmp`, which the next run of the same work overwrites.
+"""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from al_deepspeed.errors import CorpusError
+
+OPEN_FILES = 64  # a pool's files at a time; far below any limit on descriptors, even with many workers
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a name to write to; rename it to `path` when the block ends without an error."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    descriptor = _open_locked(temporary, path)
+    try:
+        os.ftruncate(descriptor, 0)
+        try:
+            yield temporary
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        os.fsync(descriptor)
+        temporary.rename(path)
+    finally:
+        os.close(descriptor)
+
+
+def _open_locked(temporary: Path, path: Path) -> int:
+    while True:
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise CorpusError(
+                f"{path}: another process is writing it. Wait, or give each process its own --shard I/N."
+            ) from None
+        try:
+            if os.fstat(descriptor).st_ino == temporary.stat().st_ino:
+                return descriptor
+        except FileNotFoundError:
+            pass
+        os.close(descriptor)  # renamed by the process that held it, between our open and our lock
+
+
+class FilePool:
+    """Reads byte ranges with `pread` from files that are kept open, the least recently used one closed first.
+
+    A process that inherits or unpickles a pool starts with none open, so no two processes share a handle.
+    """
+
+    def __init__(self):
+        self._process, self._open = os.getpid(), {}
+
+    def __getstate__(self) -> dict:
+        return {}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__init__()
+
+    def read(self, path: Path, offset: int, size: int) -> bytes:
+        """Exactly `size` bytes at `offset`; a shorter file is a ValueError."""
+        if self._process != os.getpid():
+            self.__init__()
+        opened = self._open.pop(path, None) or _OpenFile(path)
+        self._open[path] = opened
+        while len(self._open) > OPEN_FILES:
+            self._open.pop(next(iter(self._open)), None)
+        contents = os.pread(opened.descriptor, size, offset)
+        while 0 < len(contents) < size:  # a single read returns at most 2 GiB
+            more = os.pread(opened.descriptor, size - len(contents), offset + len(contents))
+            if not more:
+                break
+            contents += more
+        if len(contents) != size:
+            raise ValueError(f"the file ends {size - len(contents)} bytes short")
+        return contents
+
+
+class _OpenFile:
+    """Closes itself with its last reference, so that a thread may still read what another one evicted."""
+
+    def __init__(self, path: Path):
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self):
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)

@@ -1,0 +1,40 @@
+"""The .npy format without pickle: NumPy's own header parser, and sizes that must add up."""
+
+import io
+import math
+
+import numpy as np
+
+
+def read_npy(contents: bytes) -> np.ndarray:
+    """The array of a .npy file; pickled objects, a short file and trailing bytes are ValueErrors."""
+    dtype, shape, start = npy_header(contents)
+    values = math.prod(shape)
+    if len(contents) - start != values * dtype.itemsize:
+        raise ValueError(
+            f"array holds {len(contents) - start} bytes, its header {shape} {dtype} says otherwise"
+        )
+    return np.frombuffer(contents, dtype, values, start).reshape(shape).copy()
+
+
+def npy_header(beginning: bytes) -> tuple[np.dtype, tuple[int, ...], int]:
+    """dtype, shape and where the values start. Only C-ordered arrays of numbers are accepted."""
+    stream = io.BytesIO(beginning)
+    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    version = np.lib.format.read_magic(stream)
+    if version not in readers:
+        raise ValueError(f".npy version {version}")
+    shape, column_major, dtype = readers[version](stream)
+    if dtype.hasobject:
+        raise ValueError("array holds pickled Python objects, which are never loaded")
+    if column_major:
+        raise ValueError("array is in Fortran order")
+    return dtype, shape, stream.tell()
+
+
+def npy_bytes(array: np.ndarray) -> bytes:
+    """The array as fp16 in .npy format."""
+    stream = io.BytesIO()
+    values = np.ascontiguousarray(array, dtype="<f2")
+    np.lib.format.write_array(stream, values, version=(1, 0), allow_pickle=False)
+    return stream.getvalue()
