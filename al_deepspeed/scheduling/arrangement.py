@@ -1,0 +1,89 @@
+"""What a strategy is given and what it gives back, and how whole steps are made of what it cut.
+
+Every rank runs the same number of micro-steps and every step has G of them, so the number of micro-batches
+is a multiple of R*G. With tail "split" it is reached by halving micro-batches, and by fillers (a sample
+repeated at weight 0) only when fewer samples than places are left. With tail "drop" what does not fill a
+step is left out.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from al_deepspeed.errors import PlanError
+from al_deepspeed.scheduling.constraints import Limits, cap_variants
+from al_deepspeed.scheduling.cost import CostModel
+from al_deepspeed.scheduling.options import PlanOptions
+from al_deepspeed.scheduling.pieces import Pieces, concatenate, cut, power_of_two_pieces, split_last
+from al_deepspeed.scheduling.shapes import Corpus, FloatArray, IntArray
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be arranged: `counts` samples a bucket, which lie bucket by bucket in the sample order."""
+
+    corpus: Corpus
+    counts: IntArray
+    cost: CostModel
+    limits: Limits
+    world_size: int
+    accumulation: int
+    options: PlanOptions
+    bits: np.random.PCG64
+
+    @property
+    def slots(self) -> int:
+        """Micro-batches of one step."""
+        return self.world_size * self.accumulation
+
+    @property
+    def starts(self) -> IntArray:
+        """First place of each bucket in the sample order."""
+        return np.cumsum(self.counts) - self.counts
+
+    def allowed(self, sizes: IntArray) -> IntArray:
+        """Batch sizes a bucket after the cap on variants."""
+        cap = self.options.max_variants
+        return sizes if cap is None else np.minimum(sizes, cap_variants(sizes, cap))
+
+    def cut_all(self, sizes: IntArray) -> Pieces:
+        """Every bucket cut into micro-batches of its size."""
+        pieces = cut(np.arange(len(sizes)), self.starts, self.counts, self.allowed(sizes))
+        return pieces if self.options.max_variants is None else power_of_two_pieces(pieces)
+
+    def costs(self, pieces: Pieces) -> FloatArray:
+        return self.cost.cost(pieces.size, self.corpus.tokens[pieces.bucket])
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Micro-batches in the order of the grid (micro-step by micro-step, rank by rank): a multiple of R*G."""
+
+    pieces: Pieces
+    filler: np.ndarray
+    splits: int
+
+
+def whole_steps(task: Task, pieces: Pieces) -> Arrangement:
+    """Complete the last step, or leave it out, as the tail option says. Order is kept."""
+    if task.options.tail == "drop":
+        kept = len(pieces) // task.slots * task.slots
+        if kept == 0:
+            raise PlanError(
+                f"{len(pieces)} micro-batches do not fill one step of {task.slots} (world size x "
+                f"accumulation), "
+                'and "tail" is "drop". Use "split", fewer ranks, or more data.'
+            )
+        return Arrangement(pieces.take(slice(kept)), np.zeros(kept, dtype=bool), 0)
+    missing = -len(pieces) % task.slots
+    pieces, splits = split_last(pieces, missing)
+    fillers = missing - splits
+    filler = np.arange(len(pieces) + fillers) >= len(pieces)
+    return Arrangement(concatenate([pieces, _fillers(task, fillers)]), filler, splits)
+
+
+def _fillers(task: Task, count: int) -> Pieces:
+    """The cheapest sample of the population, `count` times."""
+    present = np.flatnonzero(task.counts)
+    bucket = present[np.argmin(task.corpus.tokens[present])]
+    return Pieces(np.full(count, bucket), np.full(count, task.starts[bucket]), np.ones(count, dtype=np.int64))
