@@ -1,0 +1,140 @@
+"""Which (B, S) to measure next: the corners first, then where the fit is least certain.
+
+Three limits hold at every choice. Time: a point must fit into what is left of the budget, and take no more
+than a share of the whole. Memory: the predicted peak stays below the limit, extrapolated from the steepest
+growth seen, with a margin. Growth: B*S rises at most eightfold over the largest yet, so that no extrapolation
+reaches far.
+
+How doubtful the fit is at a candidate: its jackknife error, which is how far the prediction moves as one
+measured point after another is left out, and a little for each doubling of B or S away from the nearest
+measured point, since no form is exact.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from al_deepspeed.calibration.fit import Variant, fit_once, refits_without_each
+from al_deepspeed.calibration.points import Point, columns
+from al_deepspeed.calibration.robust import FloatArray
+
+GROWTH = 8.0
+SLOPE_MARGIN = 1.25
+SHARE_OF_BUDGET = 0.1
+SHARE_OF_LONGEST = 0.4  # the longest sample alone: a calibration should hardly ever lack it
+RUNS_A_POINT = 3.5  # a warm-up, at least two repeats, and what lies between
+POINTS_BEFORE_FIT = 6
+PROVISIONAL = Variant("roofline", "hard")
+DOUBT_A_DOUBLING = 0.01
+CERTAIN = 0.015
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Pairs that may be measured, int arrays of one length. shape: place in the scan's list of shapes."""
+
+    batch_size: np.ndarray
+    tokens: np.ndarray
+    shape: np.ndarray
+
+    @property
+    def load(self) -> np.ndarray:
+        return self.batch_size * self.tokens
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """What a choice keeps to. limit_gb: what may be reserved; None where the capacity is unknown."""
+
+    budget_s: float
+    left_s: float
+    limit_gb: float | None = None
+
+
+def candidates(tokens: Sequence[int], largest_batch: int) -> Candidates:
+    """Batch sizes 1, 2, 4, ... for each shape's sequence length."""
+    sizes = 2 ** np.arange(int(largest_batch).bit_length())
+    shape = np.repeat(np.arange(len(tokens)), len(sizes))
+    return Candidates(np.tile(sizes, len(tokens)), np.asarray(tokens)[shape], shape)
+
+
+def next_candidate(choices: Candidates, points: Sequence[Point], allowance: Allowance) -> int | None:
+    """The candidate's place; None when no further point is allowed, or none is in doubt."""
+    if not points:
+        return int(np.argmin(choices.load))
+    seconds = RUNS_A_POINT * expected_ms(choices, points) / 1e3
+    safe = _free(choices, points) & _within_memory(choices, points, allowance.limit_gb)
+    safe &= seconds <= allowance.left_s
+    short = safe & (seconds <= SHARE_OF_BUDGET * allowance.budget_s)
+    longest, shortest = choices.tokens.max(), choices.tokens.min()
+    alone = choices.batch_size == 1
+    corners = (
+        (alone, safe & (seconds <= SHARE_OF_LONGEST * allowance.budget_s)),
+        (choices.tokens == shortest, short),
+        (choices.tokens == longest, short),
+    )
+    for edge, allowed in corners:
+        measured = edge & ~_free(choices, points)
+        beyond = edge & allowed & (choices.load > choices.load[measured].max(initial=0))
+        if beyond.any():
+            return int(np.argmax(np.where(beyond, choices.load, -1)))
+    if not short.any():
+        return None
+    doubts = np.where(short, doubt(choices, points), -1.0)
+    best = int(np.argmax(doubts))
+    return best if doubts[best] > CERTAIN else None
+
+
+def expected_ms(choices: Candidates, points: Sequence[Point]) -> FloatArray:
+    """Predicted time of each candidate: by the provisional fit, or before it by quadratic growth at worst."""
+    data = columns(points)
+    if len(data) > POINTS_BEFORE_FIT:
+        model = fit_once(PROVISIONAL, data.batch_size, data.tokens, data.ms)
+        return model.cost(choices.batch_size, choices.tokens)
+    more = np.maximum(1, choices.load[:, None] / (data.batch_size * data.tokens))
+    longer = np.maximum(1, choices.tokens[:, None] / data.tokens)
+    return (data.ms * more * longer).min(axis=1)
+
+
+def expected_gb(load: np.ndarray, points: Sequence[Point]) -> FloatArray:
+    """Predicted reservation; beyond the largest measured load at the steepest slope seen, with a margin."""
+    data = columns(points)
+    measured, place = np.unique(data.batch_size * data.tokens, return_inverse=True)
+    passes = np.zeros(len(measured))
+    np.maximum.at(passes, place, data.pass_gb)
+    passes = np.maximum.accumulate(passes)
+    slope = SLOPE_MARGIN * (np.diff(passes) / np.diff(measured)).max(initial=0.0)
+    beyond = np.maximum(0, load - measured[-1])
+    held = (data.reserved_gb / data.peak_gb).max()  # the allocator holds more than it hands out
+    return np.maximum(data.peak_gb.min(), np.interp(load, measured, passes) + slope * beyond) * held
+
+
+def doubt(choices: Candidates, points: Sequence[Point]) -> FloatArray:
+    """Relative uncertainty of the prediction at each candidate."""
+    data = columns(points)
+    steps = np.abs(np.log2(choices.batch_size[:, None] / data.batch_size))
+    steps += np.abs(np.log2(choices.tokens[:, None] / data.tokens))
+    distance = DOUBT_A_DOUBLING * steps.min(axis=1)
+    if len(data) <= POINTS_BEFORE_FIT:
+        return CERTAIN + distance
+    models = refits_without_each(PROVISIONAL, data.batch_size, data.tokens, data.ms)
+    predicted = np.stack([model.cost(choices.batch_size, choices.tokens) for model in models])
+    jackknife = np.sqrt((len(data) - 1) * predicted.var(axis=0)) / predicted.mean(axis=0)
+    return jackknife + distance
+
+
+def _free(choices: Candidates, points: Sequence[Point]) -> np.ndarray:
+    taken = {(point.batch_size, point.tokens) for point in points}
+    pairs = zip(choices.batch_size.tolist(), choices.tokens.tolist(), strict=True)
+    return np.array([pair not in taken for pair in pairs])
+
+
+def _within_memory(choices: Candidates, points: Sequence[Point], limit_gb: float | None) -> np.ndarray:
+    """Growth in B*S, and the predicted reservation where a limit is known."""
+    largest = max(point.batch_size * point.tokens for point in points)
+    if limit_gb is None:
+        return choices.load <= GROWTH * largest
+    if len({point.batch_size * point.tokens for point in points}) == 1:  # no slope yet: the smallest step up
+        return choices.load <= choices.load[choices.load > largest].min(initial=largest * int(GROWTH))
+    return (choices.load <= GROWTH * largest) & (expected_gb(choices.load, points) <= limit_gb)

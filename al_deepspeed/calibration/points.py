@@ -1,0 +1,144 @@
+"""A scan: what was measured at each (batch size, tokens).
+
+Memory is in GB of 10^9 bytes throughout, as in the column `peak_GB` of a scan's CSV.
+"""
+
+import csv
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from al_deepspeed.errors import CalibrationError
+
+FloatArray = NDArray[np.float64]
+
+MEASURED = "measured"
+OUT_OF_MEMORY = "out_of_memory"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One (B, S) and what it took.
+
+    ms: the median over repeats of the slowest rank's time; None where an allocation failed.
+    peak_gb, reserved_gb: the largest of any rank, allocated and held by the allocator; None where unknown.
+    pass_gb: the peak of forward and backward without the optimizer step; None where not told apart.
+    rank_ms: each rank's own median. shape: latent frames, height, width.
+    """
+
+    batch_size: int
+    tokens: int
+    ms: float | None
+    peak_gb: float | None = None
+    reserved_gb: float | None = None
+    pass_gb: float | None = None
+    shape: tuple[int, int, int] | None = None
+    rank_ms: tuple[float, ...] = ()
+    repeats: int = 1
+    status: str = MEASURED
+
+    @property
+    def spread(self) -> float:
+        """(slowest - fastest) / slowest rank; 0 with one rank."""
+        return (max(self.rank_ms) - min(self.rank_ms)) / max(self.rank_ms) if len(self.rank_ms) > 1 else 0.0
+
+    def to_dict(self) -> dict:
+        row = asdict(self)
+        row["shape"] = list(self.shape) if self.shape else None
+        row["rank_ms"] = list(self.rank_ms)
+        return row
+
+    @classmethod
+    def from_dict(cls, row: Mapping) -> "Point":
+        shape = row.get("shape")
+        return cls(
+            **{**row, "shape": tuple(shape) if shape else None, "rank_ms": tuple(row.get("rank_ms", ()))}
+        )
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The measured points as arrays; memory is NaN where unknown."""
+
+    batch_size: FloatArray
+    tokens: FloatArray
+    ms: FloatArray
+    peak_gb: FloatArray
+    reserved_gb: FloatArray
+    pass_gb: FloatArray
+
+    def __len__(self) -> int:
+        return len(self.ms)
+
+
+def columns(points: Iterable[Point]) -> Columns:
+    """Arrays over the points that were measured, failed ones left out."""
+    rows = [
+        (p.batch_size, p.tokens, p.ms, *map(_or_nan, (p.peak_gb, p.reserved_gb, p.pass_gb)))
+        for p in points
+        if p.status == MEASURED
+    ]
+    table = np.array(rows, dtype=np.float64).reshape(len(rows), 6)
+    return Columns(*table.T)
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def read_scan(path: Path) -> tuple[Point, ...]:
+    """A scan's CSV: columns B, S, ms and, where memory was measured, peak_GB."""
+    rows = read_csv(path, ("B", "S", "ms"))
+    return tuple(
+        Point(
+            batch_size=_number(path, line, row, "B", int),
+            tokens=_number(path, line, row, "S", int),
+            ms=_number(path, line, row, "ms", float),
+            peak_gb=_number(path, line, row, "peak_GB", float) if row.get("peak_GB") else None,
+        )
+        for line, row in enumerate(rows, start=2)
+    )
+
+
+def read_requests(path: Path) -> tuple[list[int], list[int]]:
+    """Columns B and S of a CSV of points to predict."""
+    rows = read_csv(path, ("B", "S"))
+    numbered = list(enumerate(rows, start=2))
+    return (
+        [_number(path, line, row, "B", int) for line, row in numbered],
+        [_number(path, line, row, "S", int) for line, row in numbered],
+    )
+
+
+def read_csv(path: Path, required: Sequence[str]) -> list[dict[str, str]]:
+    """Rows of a CSV that has at least the required columns and one row."""
+    if not path.is_file():
+        raise CalibrationError(f"{path} does not exist. Give a CSV with columns {', '.join(required)}.")
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file, skipinitialspace=True)
+        missing = [name for name in required if name not in (reader.fieldnames or ())]
+        if missing:
+            raise CalibrationError(
+                f"{path} has columns {', '.join(reader.fieldnames or ()) or 'none'}; "
+                f"needed: {', '.join(required)}. Missing: {', '.join(missing)}."
+            )
+        rows = list(reader)
+    if not rows:
+        raise CalibrationError(f"{path} has a header and no rows. Give at least one point.")
+    return rows
+
+
+def _number(path: Path, line: int, row: Mapping[str, str], name: str, kind: type) -> float:
+    text = (row[name] or "").strip()
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0 and (kind is float or value == int(value))):
+        allowed = "a whole number above 0" if kind is int else "a number above 0"
+        raise CalibrationError(f"{path} line {line}: {name} is {text!r}; allowed: {allowed}. Mend the row.")
+    return kind(value)
