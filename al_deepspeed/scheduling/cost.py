@@ -4,6 +4,7 @@ Three forms, as a calibration fits them; `text` is a per-sample term for work th
     power     intercept + scale * B * S^exponent + text * B          the paper's
     two_term  intercept + linear * B*S + quadratic * B*S^2 + text * B
     roofline  the two-term form, but never less than `floor`         launches and all-gathers take their time
+A roofline's corner is hard, or rounded where `sharpness` is given.
 Every form is straight in B, so the largest batch within a budget has a closed form. A model travels as a
 plain dict {"form": name, parameter: number, ...}. Without a calibration, `PowerCost(exponent=p)` is B*S^p
 in relative units.
@@ -42,8 +43,12 @@ class CostModel:
 
     def largest_batch(self, tokens, budget: float) -> np.ndarray:
         """The largest B >= 0 with cost(B, S) <= budget, int64."""
-        room = (budget - self.intercept) * (1 + _SLACK) if budget >= self.least * (1 - _SLACK) else 0.0
+        room = (self.unfloored(budget) - self.intercept) * (1 + _SLACK)
         return np.floor(max(0.0, room) / self.sample_cost(tokens) + _SLACK).astype(np.int64)
+
+    def unfloored(self, budget: float) -> float:
+        """What intercept + B * sample_cost(S) may be for a cost within the budget; 0 where nothing may."""
+        return budget if budget >= self.least * (1 - _SLACK) else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,14 +78,33 @@ class TwoTermCost(CostModel):
 
 @dataclass(frozen=True, kw_only=True)
 class RooflineCost(TwoTermCost):
-    """The two-term form above a floor that small micro-batches cannot pass."""
+    """The two-term form above a floor that small micro-batches cannot pass.
+
+    sharpness: 0 for a hard floor, max(floor, two-term); k >= 1 rounds it, (floor^k + two-term^k)^(1/k).
+    """
 
     form: ClassVar[str] = "roofline"
     floor: float
+    sharpness: float = 0.0
 
     @property
     def least(self) -> float:
         return self.floor
+
+    def cost(self, batch_size, tokens) -> np.ndarray:
+        if not self.sharpness:
+            return super().cost(batch_size, tokens)
+        straight = self.intercept + np.asarray(batch_size) * self.sample_cost(tokens)
+        higher = np.maximum(straight, self.floor)
+        lower = np.minimum(straight, self.floor)
+        return higher * (1 + (lower / higher) ** self.sharpness) ** (1 / self.sharpness)
+
+    def unfloored(self, budget: float) -> float:
+        if not self.sharpness:
+            return super().unfloored(budget)
+        if budget <= self.floor:
+            return 0.0
+        return budget * (1 - (self.floor / budget) ** self.sharpness) ** (1 / self.sharpness)
 
 
 COST_FORMS = {model.form: model for model in (PowerCost, TwoTermCost, RooflineCost)}
