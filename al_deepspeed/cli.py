@@ -13,6 +13,7 @@ from al_deepspeed.errors import AdaptiveLoadError
 
 # Subcommand -> what it does. A module `al_deepspeed.commands.<name>` defines `run`, a typer command.
 COMMANDS = {
+    "encode": "pictures and videos to latent shards",
     "index": "a manifest from latent shards, or from a table of sizes",
     "plan": "batch sizes, and how well an epoch would load the ranks",
     "calibrate": "step time and memory against (B, S), and the limits that follow",

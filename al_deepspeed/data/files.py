@@ -6,8 +6,9 @@ A file is written beside its final name and renamed when complete, so a killed r
 
 import fcntl
 import os
+import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from al_deepspeed.errors import CorpusError
@@ -32,6 +33,17 @@ def atomic_path(path: Path) -> Iterator[Path]:
         temporary.rename(path)
     finally:
         os.close(descriptor)
+
+
+def create_whole(path: Path, text: str) -> None:
+    """Create the file with this text unless it exists; of many processes that try, one does."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        with suppress(FileExistsError):
+            path.hardlink_to(temporary)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _open_locked(temporary: Path, path: Path) -> int:
