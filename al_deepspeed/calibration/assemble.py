@@ -14,6 +14,7 @@ from al_deepspeed.scheduling.budget import best_max_cost
 from al_deepspeed.scheduling.shapes import Corpus
 
 MEMORY_FRACTION = 0.92
+ROOM = 2  # with less than this many longest samples in memory, their B is 1 whatever the budget
 WORTH = 1.01  # a budget helps if it raises predicted tokens/s at least this much over none
 
 
@@ -103,7 +104,7 @@ def budget_warnings(calibration: Calibration, corpus: Corpus) -> list[str]:
             "it may run out of memory. Use a higher ZeRO stage, activation checkpointing or offload."
         )
     best, without = max(rate for _, rate in calibration.curve), calibration.curve[-1][1]
-    if best < WORTH * without:
+    if best < WORTH * without and calibration.max_tokens < ROOM * longest:
         warnings.append(
             f"no M_comp helps: the best raises predicted tokens/s by {best / without - 1:.1%}. M_mem = "
             f"{calibration.max_tokens} tokens is {calibration.max_tokens / longest:.2f} times the longest "

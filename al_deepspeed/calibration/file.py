@@ -145,6 +145,10 @@ def parse_calibration(row: object, source: str) -> Calibration:
             f"{source} has schema_version {version!r}; this version reads {SCHEMA_VERSION}. "
             "Calibrate again with `al-deepspeed calibrate`."
         )
+    for name in ("max_tokens", "max_cost", "exponent"):
+        value = row.get(name)
+        if value is not None and (isinstance(value, bool | str) or not value > 0):
+            raise CalibrationError(f"{source}: {name} is {value!r}; allowed: a number above 0, or null.")
     try:
         return Calibration.from_dict(row)
     except (KeyError, TypeError, ValueError, AttributeError, AdaptiveLoadError) as error:

@@ -22,6 +22,7 @@ from al_deepspeed.scheduling.cost import COST_FORMS, CostModel, cost_to_dict
 FORMS = ("power", "two_term", "roofline")
 GAIN = 0.9  # a further term must bring the mean held-out error below this share of the simpler fit's
 ERROR_CAP = 1.0  # one wild point counts at most this much in that mean
+VISIBLE = 0.01
 LONG_MS = 60.0  # points above this are also reported by themselves: below it a launch-bound floor is noise
 EXPONENTS = (1.2, 1.6, 2.0)
 SHARPNESS_START = 8.0
@@ -59,17 +60,17 @@ PAPER = Variant("power")
 
 @dataclass(frozen=True)
 class Fit:
-    """A fitted variant. held_out: leave-one-out relative error of each point, in the scan's order."""
+    """A fitted variant.
+
+    held_out: leave-one-out relative error of each point, in the scan's order; ms: the points' times.
+    grows: whether the batch, not a constant, takes a visible share of the scan's longest times.
+    """
 
     variant: Variant
     cost: CostModel
     held_out: FloatArray
     ms: FloatArray
-
-    @property
-    def grows(self) -> bool:
-        """Whether a further sample costs anything; a limit on the cost needs that."""
-        return bool((self.cost.sample_cost(np.array([1.0, 1e3])) > 0).all())
+    grows: bool
 
     @property
     def median_error(self) -> float:
@@ -134,7 +135,8 @@ def fit_variant(variant: Variant, batch_sizes: FloatArray, tokens: FloatArray, m
     problem = cost_problem(variant, batch_sizes, tokens / longest, ms)
     solution = robust.fit(problem, _starts(variant, problem))
     model = cost_model(variant, solution.parameters, longest)
-    return Fit(variant, model, robust.leave_one_out(problem, solution), problem.target)
+    grows = bool((batch_sizes * model.sample_cost(tokens)).max() > VISIBLE * np.max(ms))
+    return Fit(variant, model, robust.leave_one_out(problem, solution), problem.target, grows)
 
 
 def fit_once(variant: Variant, batch_sizes: FloatArray, tokens: FloatArray, ms: FloatArray) -> CostModel:
@@ -190,6 +192,8 @@ def _starts(variant: Variant, problem: Problem) -> list[FloatArray]:
             terms = {"intercept": np.ones(len(ms)), "text": batch, "linear": batch * lengths}
             terms |= {"quadratic": batch * lengths**2, "scale": batch * lengths**exponent}
             linear = [name for name in variant.parameters if name in terms]
+            if above.sum() < len(linear):
+                continue
             design = np.stack([terms[name] for name in linear], axis=1)[above]
             values = dict(zip(linear, robust.linear_start(design, ms[above]), strict=True))
             values |= {"exponent": exponent, "floor": floor, "sharpness": SHARPNESS_START}

@@ -68,44 +68,52 @@ def fit_memory(load: FloatArray, peak_gb: FloatArray, pass_gb: FloatArray | None
     load, peak_gb = load[known], peak_gb[known]
     if len(np.unique(load)) < MINIMUM_POINTS:
         return None
-    optimizer = None
+    target, optimizer = peak_gb, None
     if pass_gb is not None and np.isfinite(pass_gb[known]).all():
-        above = peak_gb > pass_gb[known]
+        target = pass_gb[known]
+        above = peak_gb > target
         optimizer = float(np.median(peak_gb[above])) if above.any() else 0.0
-    best = _fit_lines(load, peak_gb, 1, optimizer)
+    best = _fit_lines(load, target, 1, optimizer)
     if len(np.unique(load)) >= 2 * MINIMUM_POINTS:
-        second = _fit_lines(load, peak_gb, 2, optimizer)
+        second = _fit_lines(load, target, 2, optimizer)
         if np.mean(second.held_out) < GAIN * np.mean(best.held_out):
             best = second
     return best
 
 
-def _fit_lines(load: FloatArray, peak: FloatArray, count: int, optimizer: float | None) -> MemoryFit:
-    """Parameters: the optimizer's level, then a base and a slope a line; loads scaled to 1 for the solver."""
+def _fit_lines(load: FloatArray, target: FloatArray, count: int, optimizer: float | None) -> MemoryFit:
+    """Parameters: a base and a slope a line, then a level below all where the optimizer's is not known.
+
+    Loads are scaled to 1 for the solver.
+    """
     scale = load.max()
     inputs = (load / scale)[:, None]
 
     def predict(parameters: FloatArray, inputs: FloatArray) -> FloatArray:
-        lines = parameters[1:].reshape(count, 2)
-        return np.maximum(parameters[0], (lines[:, :1] + lines[:, 1:] * inputs[:, 0]).max(axis=0))
+        lines = parameters[: 2 * count].reshape(count, 2)
+        passes = (lines[:, :1] + lines[:, 1:] * inputs[:, 0]).max(axis=0)
+        return np.maximum(passes, parameters[2 * count :].max(initial=0.0))
 
-    levels = (0.0, peak.min(), float(np.quantile(peak, 0.25))) if optimizer is None else (optimizer,)
-    lower, upper = np.zeros(1 + 2 * count), np.full(1 + 2 * count, np.inf)
-    if optimizer is not None:
-        lower[0], upper[0] = optimizer * (1 - 1e-6), optimizer * (1 + 1e-6) + 1e-9
-    above = [peak > 1.02 * level for level in levels]
-    starts = [
-        np.concatenate([[level], _start_lines(inputs[rows, 0], peak[rows], count)])
-        for level, rows in zip(levels, above, strict=True)
-        if rows.sum() >= 2 * count
-    ] or [np.concatenate([levels[:1], _start_lines(inputs[:, 0], peak, count)])]
-    problem = Problem(predict, inputs, peak, lower, upper)
+    def start(level: float) -> FloatArray:
+        rows = target > 1.02 * level
+        rows = rows if rows.sum() >= 2 * count else slice(None)
+        return _start_lines(inputs[rows, 0], target[rows], count)
+
+    if optimizer is None:
+        levels = (0.0, target.min(), np.quantile(target, 0.25))
+        starts = [np.append(start(level), level) for level in levels]
+    else:
+        starts = [start(0.0)]
+    size = len(starts[0])
+    problem = Problem(predict, inputs, target, lower=np.zeros(size), upper=np.full(size, np.inf))
     solution = robust.fit(problem, starts)
-    best = solution.parameters
-    lines = tuple((float(base), float(slope / scale)) for base, slope in best[1:].reshape(count, 2))
-    lowest = max(base + slope * load.min() for base, slope in lines)
     held_out = robust.leave_one_out(problem, solution)
-    return MemoryFit(float(best[0]) if best[0] > lowest else 0.0, lines, tuple(held_out.tolist()))
+    fitted = solution.parameters[: 2 * count].reshape(count, 2)
+    lines = tuple((float(base), float(slope / scale)) for base, slope in fitted)
+    if optimizer is None:
+        level = float(solution.parameters[-1])
+        optimizer = level if level > max(base + slope * load.min() for base, slope in lines) else 0.0
+    return MemoryFit(optimizer, lines, tuple(held_out.tolist()))
 
 
 def _start_lines(load: FloatArray, peak: FloatArray, count: int) -> FloatArray:

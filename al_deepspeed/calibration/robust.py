@@ -35,7 +35,7 @@ class Problem:
     def residuals(self, parameters: FloatArray, rows=slice(None)) -> FloatArray:
         return self.predict(parameters, self.inputs[rows]) / self.target[rows] - 1
 
-    def solve(self, start: FloatArray, loss: str, width: float, rows=slice(None)):
+    def solve(self, start: FloatArray, loss: str, width: float, rows=slice(None), tolerance: float = 1e-8):
         start = np.clip(start, self.lower + 1e-12, self.upper)
         return least_squares(
             lambda parameters: self.residuals(parameters, rows),
@@ -44,6 +44,8 @@ class Problem:
             x_scale=np.maximum(np.abs(start), 1e-3),
             loss=loss,
             f_scale=width,
+            ftol=tolerance,
+            xtol=tolerance,
             max_nfev=200,
         )
 
@@ -71,9 +73,8 @@ def fit(problem: Problem, starts: Sequence[FloatArray]) -> Solution:
 def refits_without_each(problem: Problem, solution: Solution) -> list[FloatArray]:
     """The parameters without each point in turn, at the scale of the whole fit."""
     rows = np.arange(len(problem.target))
-    return [
-        problem.solve(solution.parameters, "cauchy", solution.width, rows != held_out).x for held_out in rows
-    ]
+    start, width = solution.parameters, solution.width
+    return [problem.solve(start, "cauchy", width, rows != held_out, 1e-5).x for held_out in rows]
 
 
 def leave_one_out(problem: Problem, solution: Solution) -> FloatArray:

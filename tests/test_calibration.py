@@ -1,0 +1,186 @@
+"""The calibration's file, its limits, and the choice of points to measure."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from al_deepspeed.calibration.assemble import budget_warnings, calibrate, with_budget
+from al_deepspeed.calibration.choice import Allowance, candidates, expected_gb, next_candidate
+from al_deepspeed.calibration.file import SCHEMA_VERSION, Setting, read_calibration, write_calibration
+from al_deepspeed.calibration.points import OUT_OF_MEMORY, Point, read_scan
+from al_deepspeed.errors import CalibrationError
+from al_deepspeed.scheduling.cost import RooflineCost
+from al_deepspeed.scheduling.shapes import corpus_from_samples
+
+TRUTH = RooflineCost(intercept=5.0, linear=5e-3, quadratic=3e-7, floor=40.0)
+HERE = Setting(
+    device="NVIDIA H200",
+    capacity_gb=100.0,
+    zero_stage=3,
+    ranks=2,
+    torch="2.9",
+    fingerprints={"model": "aa", "ds_config": "bb"},
+)
+
+
+def point(batch_size, tokens, **changes) -> Point:
+    """As a device would measure it: 10 GB and 1 MB a token, an optimizer step of 12 GB."""
+    passes = 10 + 1e-3 * batch_size * tokens
+    ms = float(TRUTH.cost(batch_size, tokens))
+    peak = max(12.0, passes)
+    return replace(Point(batch_size, tokens, ms, peak, 1.1 * peak, passes), **changes)
+
+
+@pytest.fixture(scope="module")
+def calibration():
+    pairs = [
+        (1, 256),
+        (4, 256),
+        (32, 256),
+        (1, 1024),
+        (8, 1024),
+        (32, 1024),
+        (1, 4096),
+        (8, 4096),
+        (1, 16384),
+    ]
+    points = [point(*pair, rank_ms=(90.0, 100.0)) for pair in pairs]
+    failed = point(64, 16384, ms=None, status=OUT_OF_MEMORY, peak_gb=None, reserved_gb=None, pass_gb=None)
+    return calibrate([*points, failed], HERE)
+
+
+def test_limits(calibration):
+    """M_mem by what is reserved: 1.1 * (10 + B*S / 1000) = 92, so B*S = 73,636."""
+    assert calibration.max_tokens == pytest.approx(73_636, rel=1e-3)
+    assert calibration.max_cost is None  # the planner chooses it for its corpus
+    assert calibration.cost.cost(2, 16384) == pytest.approx(TRUTH.cost(2, 16384), rel=0.02)
+    assert calibration.spread == pytest.approx(0.1)  # (100 - 90) / 100
+    assert calibration.paper_max_cost == pytest.approx(16384**calibration.exponent)
+
+
+def test_a_file_reads_back_as_it_was_written(calibration, tmp_path):
+    path = tmp_path / "sub" / "calibration.json"
+    write_calibration(calibration, path)
+    assert read_calibration(path) == calibration
+    row = json.loads(path.read_text())
+    assert row["schema_version"] == SCHEMA_VERSION
+    assert {"cost", "max_tokens", "max_cost", "exponent", "points", "fits", "fingerprints"} <= set(row)
+    assert row["device"] == "NVIDIA H200" and row["zero_stage"] == 3 and row["ranks"] == 2
+    assert row["points"][-1]["status"] == "out_of_memory"
+    assert [file.name for file in path.parent.iterdir()] == ["calibration.json"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda row: {**row, "schema_version": 99}, "schema_version 99; this version reads 1"),
+        (lambda row: {key: row[key] for key in row if key != "schema_version"}, "schema_version None"),
+        (lambda row: {key: row[key] for key in row if key != "exponent"}, "key 'exponent' is missing"),
+        (lambda row: {**row, "cost": {"form": "cubic"}}, "cost form 'cubic' is unknown"),
+        (lambda row: {**row, "max_tokens": "many"}, "max_tokens is 'many'"),
+        (lambda row: {**row, "max_cost": -1.0}, "max_cost is -1.0"),
+        (lambda row: [row], "schema_version None"),
+    ],
+)
+def test_a_broken_file_is_refused(calibration, tmp_path, change, message):
+    path = tmp_path / "calibration.json"
+    path.write_text(json.dumps(change(calibration.to_dict())))
+    with pytest.raises(CalibrationError, match=message):
+        read_calibration(path)
+
+
+def test_no_file_and_no_json_are_refused(tmp_path):
+    with pytest.raises(CalibrationError, match="does not exist"):
+        read_calibration(tmp_path / "calibration.json")
+    (tmp_path / "calibration.json").write_text('{"schema_version": 1')
+    with pytest.raises(CalibrationError, match="cannot be read as JSON"):
+        read_calibration(tmp_path / "calibration.json")
+
+
+def test_another_model_device_or_stage_is_a_reason_to_warn(calibration):
+    assert calibration.mismatches(HERE) == []
+    assert calibration.mismatches(Setting()) == []  # unknown is no difference
+    other = replace(HERE, device="NVIDIA H100", zero_stage=2, fingerprints={"model": "cc", "ds_config": "dd"})
+    reasons = calibration.mismatches(other)
+    assert [reason.split(", ")[0] for reason in reasons] == [
+        "calibrated with model fingerprint aa",
+        "calibrated with device NVIDIA H200",
+        "calibrated with ZeRO stage 3",
+    ]
+
+
+def test_m_comp_for_a_corpus(calibration):
+    """Short and long samples: the budget is the curve's best, and a long sample alone stays within it."""
+    corpus = corpus_from_samples(np.repeat([1, 16], 500), np.repeat([32, 64], 500), np.repeat([32, 64], 500))
+    chosen = with_budget(replace(calibration, max_tokens=400_000), corpus, world_size=16)
+    budgets, rates = zip(*chosen.curve, strict=True)
+    assert chosen.max_cost == budgets[int(np.argmax(rates))]
+    assert chosen.max_cost >= calibration.cost.cost(1, 16384) * 0.999
+    assert budget_warnings(chosen, corpus) == []
+
+
+def test_warnings_about_the_limits(calibration):
+    corpus = corpus_from_samples(np.repeat([1, 16], 500), np.repeat([32, 64], 500), np.repeat([32, 64], 500))
+    tight = with_budget(replace(calibration, max_tokens=16384), corpus, world_size=1)
+    assert any("no M_comp helps" in warning for warning in budget_warnings(tight, corpus))
+    low = replace(with_budget(calibration, corpus, world_size=16), max_cost=100.0)
+    assert any("exceeds M_comp = 100 ms" in warning for warning in budget_warnings(low, corpus))
+    small = with_budget(replace(calibration, max_tokens=8000), corpus, world_size=16)
+    assert any("exceeds M_mem = 8000 tokens" in warning for warning in budget_warnings(small, corpus))
+    with pytest.raises(CalibrationError, match="--capacity-gb, or --max-tokens"):
+        with_budget(replace(calibration, max_tokens=None), corpus, world_size=16)
+
+
+def test_a_device_too_small_for_the_optimizer_is_refused():
+    points = [point(1, 4096 * length) for length in range(1, 9)]
+    with pytest.raises(CalibrationError, match=r"above 92% of the device's 11\.00 GB"):
+        calibrate(points, replace(HERE, capacity_gb=11.0))
+
+
+def simulate(tokens, allowance_of) -> list[Point]:
+    """A scan without a device: each choice is measured at once."""
+    choices, points, used_s = candidates(tokens, 64), [], 0.0
+    while (place := next_candidate(choices, points, allowance_of(used_s))) is not None:
+        points.append(point(int(choices.batch_size[place]), int(choices.tokens[place])))
+        used_s += 3 * points[-1].ms / 1e3
+    return points
+
+
+def test_corners_come_first_and_the_budget_is_kept():
+    points = simulate([256, 1024, 4096, 16384, 32768], lambda used: Allowance(60.0, 60.0 - used))
+    first = {(p.batch_size, p.tokens) for p in points[:6]}
+    assert {(1, 256), (1, 32768), (64, 256)} <= first
+    assert sum(3 * p.ms for p in points) <= 60_000
+    assert len({(p.batch_size, p.tokens) for p in points}) == len(points)
+    found = calibrate(points, HERE)
+    assert found.cost.cost(2, 8192) == pytest.approx(TRUTH.cost(2, 8192), rel=0.02)
+
+
+def test_no_point_is_predicted_to_pass_the_memory_limit():
+    """1.1 * (10 + B*S / 1000) GB reserved: 50 GB at 35,454 tokens; near it, not above."""
+    points = simulate([256, 1024, 4096, 16384, 65536], lambda used: Allowance(1e4, 1e4 - used, limit_gb=50.0))
+    loads = [p.batch_size * p.tokens for p in points]
+    assert 16384 <= max(loads) <= 35_454
+    for place, load in enumerate(loads[1:], start=1):
+        assert load <= 8 * max(loads[:place])
+        if place >= 2:
+            assert expected_gb(np.array([load]), points[:place])[0] <= 50.0
+
+
+def test_a_scan_table_names_its_bad_row(tmp_path):
+    path = tmp_path / "scan.csv"
+    path.write_text("B,S,ms\n1,256,40.0\n2,0,41.0\n")
+    with pytest.raises(CalibrationError, match="line 3: S is '0'; allowed: a whole number above 0"):
+        read_scan(path)
+    path.write_text("B,tokens,ms\n1,256,40.0\n")
+    with pytest.raises(CalibrationError, match="Missing: S"):
+        read_scan(path)
+    path.write_text("B,S,ms\n")
+    with pytest.raises(CalibrationError, match="no rows"):
+        read_scan(path)
+    with pytest.raises(CalibrationError, match="does not exist"):
+        read_scan(tmp_path / "none.csv")
+    path.write_text("B,S,ms,peak_GB\n1,256,40.0,\n")
+    assert read_scan(path) == (Point(1, 256, 40.0),)
