@@ -40,7 +40,13 @@ class FusedAdaLN(Section):
 
 
 class DualConstraintBatching(Section):
-    """`dual_constraint_batching`: what the plan is made from and how its batches are weighted."""
+    """`dual_constraint_batching`: what the plan is made from, how batches are weighted, what is watched.
+
+    manifest: rows of samples. calibration: cost model and limits; without it max_tokens (M_mem), exponent (p)
+    and max_cost (M_comp). With it they overrule its own. strategy .. max_variants: see scheduling/options.py.
+    lr_scaling: see learning_rate.py. run_dir: where telemetry.jsonl goes; absent, no file.
+    hang_timeout_s: see watchdog.py; 0 switches it off.
+    """
 
     enabled: bool = False
     manifest: str
@@ -49,23 +55,32 @@ class DualConstraintBatching(Section):
     max_cost: float | None = Field(None, gt=0)
     exponent: float | None = Field(None, gt=0)
     strategy: Literal["equal_token", "dual_constraint"] = "dual_constraint"
+    mixing: Literal["corpus", "free"] = "corpus"
+    lookahead: int = Field(64, gt=0)
+    group_by_shape: bool = False
+    mixture: dict[str, float] | None = None
     loss_weighting: Literal["sample", "token", "micro_batch"] = "sample"
+    normalise_by: Literal["step", "epoch"] = "step"
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     tail: Literal["split", "drop"] = "split"
+    on_oversize: Literal["keep", "skip", "error"] = "keep"
+    max_variants: int | None = Field(None, gt=0)
     run_dir: str | None = None
     hang_timeout_s: float = Field(900.0, ge=0)
 
     @model_validator(mode="after")
     def _limits_come_from_one_place(self) -> "DualConstraintBatching":
-        if self.calibration is not None and self.exponent is not None:
-            raise ValueError("gives both calibration and exponent; the calibration holds the cost model")
-        if self.calibration is None:
-            names = ("max_tokens", "exponent") + (("max_cost",) if self.strategy != "equal_token" else ())
-            missing = [name for name in names if getattr(self, name) is None]
-            if missing:
-                raise ValueError(
-                    f"has no calibration and lacks {', '.join(missing)}; give a calibration file, or "
-                    f"{', '.join(names)} for strategy {self.strategy!r}"
-                )
+        missing = [name for name in ("max_tokens", "exponent") if getattr(self, name) is None]
+        if self.calibration is None and missing:
+            raise ValueError(
+                f"has no calibration and lacks {', '.join(missing)}; give a calibration file, or max_tokens, "
+                "exponent and, unless it is to be chosen, max_cost"
+            )
+        if self.calibration is not None and self.exponent is not None and self.max_cost is None:
+            raise ValueError(
+                "has a calibration and an exponent, which asks for the rule B*S^exponent <= max_cost, but no "
+                "max_cost; give M_comp as max_cost, or leave exponent out"
+            )
         return self
 
 

@@ -44,6 +44,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from al_deepspeed.scheduling.plan import Plan
+
 FILE_NAME = "telemetry.jsonl"
 MEBI = 1 << 20
 
@@ -130,11 +132,6 @@ class Stopwatch:
         self.reset()
         return row
 
-    @property
-    def micro_steps(self) -> int:
-        """Micro-batches that were handed out and reached engine.step() since the last update."""
-        return len(self._step_entered)
-
     def reset(self) -> None:
         """Forgets the step in progress."""
         self._handed_out, self._step_entered, self._wait_ms, self._loss = [], [], [], None
@@ -147,7 +144,7 @@ def gather_rows(row: torch.Tensor, data_rank_of: Sequence[int]) -> dict[str, Any
     of them counts, and the mean of their losses.
     """
     table = torch.empty(len(data_rank_of), len(row), device=row.device)
-    dist.all_gather_into_tensor(table.view(-1), row)
+    dist.all_gather(list(table.unbind()), row)
     if dist.get_rank() != 0:
         return None
     data_rank_of = np.asarray(data_rank_of)
@@ -164,6 +161,25 @@ def gather_rows(row: torch.Tensor, data_rank_of: Sequence[int]) -> dict[str, Any
         "peak_memory_bytes": (slowest[:, 2] * MEBI).astype(np.int64).tolist(),
         "peak_reserved_bytes": (slowest[:, 3] * MEBI).astype(np.int64).tolist(),
         "loss": None if np.isnan(losses).any() else float(losses.mean()) / micro_steps,
+    }
+
+
+def planned_figures(plan: Plan, rows: slice) -> dict[str, Any]:
+    """What the plan says of a step, `rows` being its micro-steps; see the head of this file."""
+    bucket = plan.bucket[rows]
+    shapes = ["x".join(map(str, shape)) for shape in plan.corpus.shapes.tolist()]
+    return {
+        "micro_step": rows.start,
+        "samples": int(plan.samples[rows].sum()),
+        "tokens": int(plan.tokens[rows].sum()),
+        "fillers": int(plan.filler[rows].sum()),
+        "shape": [[shapes[index] for index in row] for row in bucket.tolist()],
+        "kind": [[plan.corpus.kinds[index] for index in row] for row in bucket.tolist()],
+        "batch_size": plan.size[rows].tolist(),
+        "sequence_length": plan.corpus.tokens[bucket].tolist(),
+        "loss_weight": plan.loss_weight[rows].tolist(),
+        "predicted_cost": plan.cost[rows].tolist(),
+        "time": time.time(),
     }
 
 

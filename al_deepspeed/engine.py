@@ -1,0 +1,185 @@
+"""`initialize`: DeepSpeed's engine with planned batches, a restorable position, telemetry and the fused op.
+
+What we add hangs on one engine instance: `step`, `save_checkpoint` and `load_checkpoint` are wrapped after
+DeepSpeed built it. A subclass would not do, since `deepspeed.initialize` chooses the class itself (plain,
+hybrid or pipeline), and a change of the classes would reach engines that are none of ours. The wrappers only
+call, count and hand on; what they return is DeepSpeed's.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from torch.utils.data import Dataset
+
+from al_deepspeed.agreement import first_difference, together
+from al_deepspeed.config import BATCHING_KEY, Settings, load_config, read_config, with_one_micro_batch
+from al_deepspeed.coupling import Coupling
+from al_deepspeed.errors import ConfigError, PlanError
+from al_deepspeed.groups import DataRanks, data_ranks
+from al_deepspeed.inputs import Inputs, open_inputs
+from al_deepspeed.loader import PlannedBatches
+from al_deepspeed.scheduling.options import PlanOptions
+from al_deepspeed.scheduling.sampler import PlanSampler
+
+
+def initialize(
+    args: Any = None,
+    model: torch.nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Dataset | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list], dict] | None = None,
+    config: dict | str | None = None,
+    mesh_param: Any = None,
+    config_params: dict | str | None = None,
+    *,
+    dataset: Dataset | None = None,
+) -> tuple[Any, Any, PlannedBatches | Any, Any]:
+    """`deepspeed.initialize` with planned batches. All ranks call it; they fail together or not at all.
+
+    Args:
+        args .. config_params: as `deepspeed.initialize` takes them. `collate_fn` must return a dict; torch's
+            default stacks the tensors of the samples' dicts.
+        dataset: map-style, one sample a row of the manifest. Left out, the manifest's own shards are read.
+    Returns:
+        (engine, optimizer, loader, lr_scheduler). The loader yields this rank's batches with `loss_weight`.
+        Without `dual_constraint_batching` it is whatever DeepSpeed makes of `training_data`.
+    Raises:
+        ConfigError, CorpusError, CalibrationError, PlanError: on every rank alike, before any training.
+    """
+    _start_communication(args, distributed_port, dist_init_required)
+    with together():
+        raw = _given_config(args, config, config_params)
+        settings = read_config(raw)
+        inputs = _open_inputs(settings, dataset, training_data)
+    _same_on_all_ranks(settings, inputs)
+    with _one_config(args):
+        engine, optimizer, loader, lr_scheduler = deepspeed.initialize(
+            args=args,
+            model=model,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
+            distributed_port=distributed_port,
+            mpu=mpu,
+            dist_init_required=dist_init_required,
+            collate_fn=collate_fn,
+            config=raw if inputs is None else with_one_micro_batch(raw),
+            mesh_param=mesh_param,
+        )
+    if inputs is not None:
+        ranks = data_ranks(engine)
+        with together():
+            loader = _planned_batches(engine, settings, inputs, ranks, collate_fn)
+    return engine, optimizer, loader, lr_scheduler
+
+
+def _planned_batches(
+    engine: Any, settings: Settings, inputs: Inputs, ranks: DataRanks, collate_fn: Callable | None
+) -> PlannedBatches:
+    batching = settings.batching
+    sampler = PlanSampler(
+        inputs.corpus,
+        inputs.cost,
+        inputs.limits,
+        rank=ranks.own,
+        world_size=ranks.size,
+        accumulation=engine.gradient_accumulation_steps(),
+        seed=settings.seed,
+        **{field.name: getattr(batching, field.name) for field in fields(PlanOptions)},
+    )
+    if sampler.plan.micro_steps == 0:
+        raise PlanError(
+            f"{BATCHING_KEY}.tail is 'drop', but {inputs.corpus.samples} samples do not fill one step of "
+            f"{ranks.size} ranks x {sampler.accumulation} micro-steps. Set it to 'split'."
+        )
+    coupling = Coupling(engine, sampler, batching, ranks)
+    loader = PlannedBatches(
+        inputs.dataset,
+        sampler,
+        collate_fn=collate_fn,
+        num_workers=settings.num_workers,
+        pin_memory=settings.pin_memory,
+        listener=coupling,
+    )
+    coupling.hook(loader)
+    return loader
+
+
+def _start_communication(args: Any, distributed_port: int, dist_init_required: bool | None) -> None:
+    """What `deepspeed.initialize` begins with, too, and a second time changes nothing: ranks must be able to
+    agree before anything can fail, and NCCL needs each rank's own device for that."""
+    deepspeed.init_distributed(
+        dist_backend=get_accelerator().communication_backend_name(),
+        distributed_port=distributed_port,
+        dist_init_required=dist_init_required,
+    )
+    device = getattr(args, "device_rank", None)
+    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]) if device is None else device)
+
+
+def _given_config(args: Any, config: dict | str | None, config_params: dict | str | None) -> dict:
+    in_arguments = getattr(args, "deepspeed_config", None)
+    given = [one for one in (config, config_params, in_arguments) if one is not None]
+    if len(given) != 1:
+        raise ConfigError(
+            f"{len(given)} ds_configs were given; allowed: one, config, config_params or --deepspeed_config."
+        )
+    return load_config(given[0])
+
+
+@contextmanager
+def _one_config(args: Any) -> Iterator[None]:
+    """DeepSpeed refuses a config besides --deepspeed_config, which we have read already."""
+    path = getattr(args, "deepspeed_config", None)
+    if path is None:
+        yield
+        return
+    args.deepspeed_config = None
+    try:
+        yield
+    finally:
+        args.deepspeed_config = path
+
+
+def _open_inputs(settings: Settings, dataset: Dataset | None, training_data: Dataset | None) -> Inputs | None:
+    if settings.fused_adaln.enabled:
+        from al_deepspeed.ops import set_backend
+
+        set_backend(settings.fused_adaln.backend)
+    if settings.batching is None:
+        if dataset is not None:
+            raise ConfigError(
+                f"a dataset was given, but {BATCHING_KEY} is absent or not enabled. Enable it, or pass "
+                "training_data for DeepSpeed's own loader."
+            )
+        return None
+    if training_data is not None:
+        raise ConfigError(f"training_data was given, but {BATCHING_KEY} is enabled; allowed: dataset.")
+    return open_inputs(settings.batching, dataset)
+
+
+def _same_on_all_ranks(settings: Settings, inputs: Inputs | None) -> None:
+    """Plans are made without talking, so all ranks must make them from the same."""
+    what = [repr(settings)]
+    if inputs is not None:
+        what += [inputs.corpus.fingerprint, repr(inputs.cost), repr(inputs.limits)]
+    difference = first_difference("\n".join(what))
+    if difference is not None:
+        rank, other = difference
+        raise ConfigError(
+            f"rank {rank} read other settings, manifest or calibration than rank 0:\n{other}\nGive all ranks "
+            "the same files; on several nodes, a shared folder."
+        )

@@ -1,0 +1,104 @@
+"""A tiny Wan transformer and a corpus made of numbers, for launched scripts and the tests that check them.
+
+Every sample is a pure function of its row: latent, text, noise and timestep. So two runs that train on the
+same rows must agree, however the rows were batched.
+"""
+
+from pathlib import Path
+
+import torch
+
+CHANNELS, TEXT_LENGTH, TEXT_WIDTH = 4, 6, 16
+SHAPES = ((1, 8, 8), (1, 8, 12), (3, 8, 8), (5, 8, 8))  # S = 16, 24, 48, 80
+COUNTS = (26, 14, 10, 6)
+ROWS = [shape for shape, count in zip(SHAPES, COUNTS, strict=True) for _ in range(count)]
+
+
+def write_manifest(path: Path, rows=None) -> Path:
+    lines = [f"{frames},{height},{width}" for frames, height, width in (rows or ROWS)]
+    path.write_text("latent_frames,latent_height,latent_width\n" + "\n".join(lines) + "\n")
+    return path
+
+
+class NumberDataset(torch.utils.data.Dataset):
+    """Row -> {noisy, target, timestep, text}, drawn from a generator seeded with the row."""
+
+    def __init__(self, rows=None) -> None:
+        self.rows = rows or ROWS
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> dict:
+        draws = torch.Generator().manual_seed(1000 + row)
+        shape = (CHANNELS, *self.rows[row])
+        return {
+            "noisy": torch.randn(shape, generator=draws),
+            "target": torch.randn(shape, generator=draws),
+            "timestep": torch.rand((), generator=draws) * 1000,
+            "text": torch.randn(TEXT_LENGTH, TEXT_WIDTH, generator=draws),
+        }
+
+
+def wan_model() -> torch.nn.Module:
+    """Two blocks of diffusers' WanTransformer3DModel, the same weights in every process."""
+    from diffusers import WanTransformer3DModel
+
+    torch.manual_seed(0)
+    return WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=CHANNELS,
+        out_channels=CHANNELS,
+        text_dim=TEXT_WIDTH,
+        freq_dim=16,
+        ffn_dim=48,
+        num_layers=2,
+        cross_attn_norm=True,
+        qk_norm="rms_norm_across_heads",
+        rope_max_seq_len=32,
+    ).float()
+
+
+def sample_losses(model: torch.nn.Module, batch: dict) -> torch.Tensor:
+    """Mean squared error of each sample, [B]."""
+    prediction = model(
+        hidden_states=batch["noisy"],
+        timestep=batch["timestep"],
+        encoder_hidden_states=batch["text"],
+        return_dict=False,
+    )[0]
+    return (prediction - batch["target"]).square().flatten(1).mean(1)
+
+
+def ds_config(
+    manifest: Path, stage: int, *, accumulation: int = 2, batching=None, sampling=None, **top
+) -> dict:
+    """fp32, SGD, no clipping: what exactness can be tested with."""
+    return {
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
+        "zero_optimization": {"stage": stage},
+        "steps_per_print": 1000000,
+        "data_efficiency": {
+            "enabled": True,
+            "seed": 11,
+            "data_sampling": {
+                "enabled": True,
+                **(sampling or {}),
+                "dual_constraint_batching": {
+                    "enabled": True,
+                    "manifest": str(manifest),
+                    "strategy": "dual_constraint",
+                    "max_tokens": 160,
+                    "max_cost": 6400.0,
+                    "exponent": 2.0,
+                    **(batching or {}),
+                },
+            },
+        },
+        **top,
+    }
