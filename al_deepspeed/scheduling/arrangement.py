@@ -14,7 +14,7 @@ from al_deepspeed.errors import PlanError
 from al_deepspeed.scheduling.constraints import Limits, cap_variants
 from al_deepspeed.scheduling.cost import CostModel
 from al_deepspeed.scheduling.options import PlanOptions
-from al_deepspeed.scheduling.pieces import Pieces, concatenate, cut, power_of_two_pieces, split_last
+from al_deepspeed.scheduling.pieces import Pieces, concatenate, cut, power_of_two_pieces, shuffled, split
 from al_deepspeed.scheduling.shapes import Corpus, FloatArray, IntArray
 
 
@@ -41,14 +41,16 @@ class Task:
         """First place of each bucket in the sample order."""
         return np.cumsum(self.counts) - self.counts
 
-    def allowed(self, sizes: IntArray) -> IntArray:
+    def largest_sizes(self, sizes: IntArray) -> IntArray:
         """Batch sizes a bucket after the cap on variants."""
         cap = self.options.max_variants
         return sizes if cap is None else np.minimum(sizes, cap_variants(sizes, cap))
 
-    def cut_all(self, sizes: IntArray) -> Pieces:
-        """Every bucket cut into micro-batches of its size."""
-        pieces = cut(np.arange(len(sizes)), self.starts, self.counts, self.allowed(sizes))
+    def cut(self, bucket: IntArray, count: IntArray, size: IntArray, home: IntArray) -> Pieces:
+        """Cut lots that together hold every sample; lots of a bucket lie one after the other."""
+        order = np.argsort(bucket, kind="stable")
+        bucket, count, size, home = bucket[order], count[order], size[order], home[order]
+        pieces = cut(bucket, np.cumsum(count) - count, count, size, home)
         return pieces if self.options.max_variants is None else power_of_two_pieces(pieces)
 
     def costs(self, pieces: Pieces) -> FloatArray:
@@ -64,26 +66,34 @@ class Arrangement:
     splits: int
 
 
-def whole_steps(task: Task, pieces: Pieces) -> Arrangement:
-    """Complete the last step, or leave it out, as the tail option says. Order is kept."""
+def complete(task: Task, pieces: Pieces, home: int | None = None) -> tuple[Pieces, np.ndarray, int]:
+    """As many micro-batches as whole steps need, by the tail option. Fillers stand last.
+
+    Args:
+        home: class that halves move to.
+    Returns:
+        the micro-batches, which of them are fillers, and how many were made by halving.
+    """
     if task.options.tail == "drop":
-        kept = len(pieces) // task.slots * task.slots
-        if kept == 0:
+        surplus = len(pieces) % task.slots
+        if surplus == len(pieces):
             raise PlanError(
                 f"{len(pieces)} micro-batches do not fill one step of {task.slots} (world size x "
-                f"accumulation), "
+                f"accumulation) "
                 'and "tail" is "drop". Use "split", fewer ranks, or more data.'
             )
-        return Arrangement(pieces.take(slice(kept)), np.zeros(kept, dtype=bool), 0)
+        kept = np.sort(shuffled(len(pieces), task.bits)[surplus:])
+        return pieces.take(kept), np.zeros(len(kept), dtype=bool), 0
     missing = -len(pieces) % task.slots
-    pieces, splits = split_last(pieces, missing)
-    fillers = missing - splits
-    filler = np.arange(len(pieces) + fillers) >= len(pieces)
-    return Arrangement(concatenate([pieces, _fillers(task, fillers)]), filler, splits)
+    pieces, splits = split(pieces, missing, home)
+    number = missing - splits
+    filler = np.arange(len(pieces) + number) >= len(pieces)
+    return concatenate([pieces, _fillers(task, number, home or 0)]), filler, splits
 
 
-def _fillers(task: Task, count: int) -> Pieces:
-    """The cheapest sample of the population, `count` times."""
+def _fillers(task: Task, number: int, home: int) -> Pieces:
+    """The cheapest sample of the population, again and again."""
     present = np.flatnonzero(task.counts)
     bucket = present[np.argmin(task.corpus.tokens[present])]
-    return Pieces(np.full(count, bucket), np.full(count, task.starts[bucket]), np.ones(count, dtype=np.int64))
+    columns = (bucket, task.starts[bucket], 1, home)
+    return Pieces(*(np.full(number, value, dtype=np.int64) for value in columns))

@@ -3,21 +3,37 @@
 They are what `balanced` is measured against, and useful on one rank, where there is nothing to balance.
 """
 
-from al_deepspeed.scheduling.arrangement import Arrangement, Task, whole_steps
+import numpy as np
+
+from al_deepspeed.scheduling.arrangement import Arrangement, Task, complete
 from al_deepspeed.scheduling.constraints import batch_sizes, memory_batch_sizes
 from al_deepspeed.scheduling.pieces import shuffled
+from al_deepspeed.scheduling.shapes import IntArray
+
+
+def equal_token_sizes(task: Task) -> IntArray:
+    """B from memory alone: every micro-batch holds about max_tokens, whatever it costs."""
+    return task.largest_sizes(memory_batch_sizes(task.corpus.tokens, task.limits))
+
+
+def dual_constraint_sizes(task: Task) -> IntArray:
+    """B from memory and cost: the paper's rule."""
+    return task.largest_sizes(batch_sizes(task.corpus.tokens, task.cost, task.limits))
 
 
 def equal_token(task: Task) -> Arrangement:
-    """B from memory alone: every micro-batch holds about max_tokens, whatever it costs."""
-    return _dealt_at_random(task, memory_batch_sizes(task.corpus.tokens, task.limits))
+    return _dealt_at_random(task, equal_token_sizes(task))
 
 
 def dual_constraint(task: Task) -> Arrangement:
-    """B from memory and cost: the paper's rule."""
-    return _dealt_at_random(task, batch_sizes(task.corpus.tokens, task.cost, task.limits))
+    return _dealt_at_random(task, dual_constraint_sizes(task))
 
 
-def _dealt_at_random(task: Task, sizes) -> Arrangement:
-    pieces = task.cut_all(sizes)
-    return whole_steps(task, pieces.take(shuffled(len(pieces), task.bits)))
+def _dealt_at_random(task: Task, sizes: IntArray) -> Arrangement:
+    """Cut, complete, shuffle. Fillers stay behind, so that every step has something to learn from."""
+    used = np.flatnonzero(task.counts)
+    pieces = task.cut(used, task.counts[used], sizes[used], np.zeros(len(used), dtype=np.int64))
+    pieces, filler, splits = complete(task, pieces)
+    real = int((~filler).sum())
+    order = np.concatenate([shuffled(real, task.bits), np.arange(real, len(pieces))])
+    return Arrangement(pieces.take(order), filler, splits)

@@ -47,28 +47,21 @@ def best_max_cost(
     counts = corpus.counts()
     used = np.flatnonzero(counts)
     tokens, counts = corpus.tokens[used], counts[used]
-    budgets = candidate_budgets(tokens, cost, max_tokens, points)
+    largest = np.minimum(counts, np.maximum(1, max_tokens // tokens))
+    budgets = candidate_budgets(tokens, cost, largest, points)
     curve = []
     for budget in budgets.tolist():
         sizes = batch_sizes(tokens, cost, Limits(max_tokens, budget))
         curve.append((budget, random_deal_throughput(tokens, counts, sizes, cost, world_size)))
-    return max(curve, key=lambda point: point[1])[0], curve
+    return max(curve, key=lambda point: (point[1], point[0]))[0], curve
 
 
-def candidate_budgets(tokens: IntArray, cost: CostModel, max_tokens: int, points: int) -> FloatArray:
-    """Costs that micro-batches within memory can have, at most `points`, spread over their logarithm."""
-    largest = np.maximum(1, max_tokens // tokens)
-    low = cost.cost(1, tokens.min())
-    high = cost.cost(largest, tokens).max()
+def candidate_budgets(tokens: IntArray, cost: CostModel, largest: IntArray, points: int) -> FloatArray:
+    """Costs that micro-batches of at most `largest` samples have: at most `points`, evenly on a log scale."""
+    low, high = float(cost.cost(1, tokens.min())), float(cost.cost(largest, tokens).max())
     grid = np.geomspace(low, high, points) if high > low else np.array([low])
-    costs = np.unique(
-        np.concatenate(
-            [
-                cost.cost(np.arange(1, most + 1), length)
-                for most, length in zip(np.minimum(largest, 64), tokens, strict=True)
-            ]
-            + [cost.cost(largest, tokens)]
-        )
-    )
-    # The costs nearest below each point of the grid, so that a budget is always met by some micro-batch.
-    return np.unique(costs[np.maximum(0, np.searchsorted(costs, grid, side="right") - 1)])
+    per_sample = cost.sample_cost(tokens)
+    batch = np.clip(np.floor((grid[:, None] - cost.intercept) / per_sample + 1e-9), 1, largest)
+    costs = cost.cost(batch, tokens)
+    # The highest cost at or below each point of the grid, so that some micro-batch meets the budget exactly.
+    return np.unique(np.where(costs <= grid[:, None] * (1 + 1e-9), costs, low).max(axis=1))

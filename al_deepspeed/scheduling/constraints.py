@@ -71,8 +71,8 @@ def oversize_buckets(corpus: Corpus, limits: Limits) -> IntArray:
 
 
 def power_of_two_sizes(sizes: IntArray) -> IntArray:
-    """The largest power of two within each size."""
-    return 1 << (np.frexp(np.asarray(sizes, dtype=np.float64))[1] - 1).astype(np.int64)
+    """The largest power of two within each size; 0 stays 0."""
+    return np.where(sizes, 1 << np.maximum(0, np.frexp(np.asarray(sizes, dtype=np.float64))[1] - 1), 0)
 
 
 def cap_variants(sizes: IntArray, max_variants: int) -> IntArray:

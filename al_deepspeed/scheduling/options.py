@@ -7,7 +7,7 @@ from al_deepspeed.errors import PlanError
 from al_deepspeed.scheduling.weights import LOSS_WEIGHTINGS, NORMALISATIONS
 
 CHOICES = {
-    "strategy": ("equal_token", "dual_constraint"),
+    "strategy": ("equal_token", "dual_constraint", "balanced"),
     "mixing": ("corpus", "free"),
     "loss_weighting": LOSS_WEIGHTINGS,
     "normalise_by": NORMALISATIONS,
@@ -34,7 +34,7 @@ class PlanOptions:
         cap.
     """
 
-    strategy: str = "dual_constraint"
+    strategy: str = "balanced"
     mixing: str = "corpus"
     lookahead: int = 64
     group_by_shape: bool = False

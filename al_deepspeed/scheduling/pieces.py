@@ -4,35 +4,37 @@ A micro-batch is a run of the epoch's sample order: three integers (bucket, firs
 splitting never touch the samples themselves, so exact coverage is a matter of adding up sizes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from al_deepspeed.scheduling.shapes import IntArray
+from al_deepspeed.scheduling.constraints import power_of_two_sizes
+from al_deepspeed.scheduling.shapes import FloatArray, IntArray
 
 
 @dataclass(frozen=True)
 class Pieces:
     """Micro-batches before they have a place in the epoch; equal-length arrays.
 
-    bucket: of the shape. first: start of the run in the epoch's sample order. size: B.
+    bucket: of the shape. first: start of the run in the epoch's sample order. size: B. home: the class of
+    micro-steps that it was cut for.
     """
 
     bucket: IntArray
     first: IntArray
     size: IntArray
+    home: IntArray
 
     def __len__(self) -> int:
         return len(self.size)
 
     def take(self, places) -> "Pieces":
-        return Pieces(self.bucket[places], self.first[places], self.size[places])
+        return Pieces(self.bucket[places], self.first[places], self.size[places], self.home[places])
 
 
 def concatenate(parts: list[Pieces]) -> Pieces:
-    return Pieces(
-        *(np.concatenate([getattr(part, name) for part in parts]) for name in ("bucket", "first", "size"))
-    )
+    names = ("bucket", "first", "size", "home")
+    return Pieces(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
 def random_stream(seed: int, *path: int) -> np.random.PCG64:
@@ -47,6 +49,31 @@ def shuffled(count: int, bits: np.random.PCG64) -> IntArray:
     return np.argsort(bits.random_raw(count), kind="stable")
 
 
+def fractions(count: int, bits: np.random.PCG64) -> FloatArray:
+    """Uniform numbers in [0, 1)."""
+    return (bits.random_raw(count) >> np.uint64(11)) * 2.0**-53
+
+
+def places_within(group: IntArray) -> IntArray:
+    """How many earlier elements have the same group, for each element."""
+    order = np.argsort(group, kind="stable")
+    numbers = np.bincount(group)
+    places = np.empty(len(group), dtype=np.int64)
+    places[order] = np.arange(len(group)) - np.repeat(np.cumsum(numbers) - numbers, numbers)
+    return places
+
+
+def spread_evenly(group: IntArray, bits: np.random.PCG64) -> FloatArray:
+    """Keys by which sorting spreads the elements of every group evenly over the whole, each from a random
+    phase.
+
+    Any run of the sorted sequence holds of each group its share, to within one element or two.
+    """
+    numbers = np.bincount(group)
+    phase = fractions(len(numbers), bits)
+    return (places_within(group) + phase[group]) / numbers[group]
+
+
 def shuffle_within_buckets(bucket: IntArray, bits: np.random.PCG64) -> IntArray:
     """Places of the samples, bucket by bucket, in random order inside each: one sort of 64-bit keys."""
     keys = bits.random_raw(len(bucket)) >> np.uint64(24)
@@ -54,53 +81,62 @@ def shuffle_within_buckets(bucket: IntArray, bits: np.random.PCG64) -> IntArray:
     return np.argsort(keys, kind="stable")
 
 
-def cut(bucket: IntArray, first: IntArray, count: IntArray, size: IntArray) -> Pieces:
+def cut(bucket: IntArray, first: IntArray, count: IntArray, size: IntArray, home: IntArray) -> Pieces:
     """Cut lots, each `count` samples of one bucket from place `first` on, into runs of at most `size`."""
     pieces = -(-count // size)
     lot = np.repeat(np.arange(len(count)), pieces)
-    index = np.arange(len(lot)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    start = index * size[lot]
-    return Pieces(bucket[lot], first[lot] + start, np.minimum(size[lot], count[lot] - start))
+    start = (np.arange(len(lot)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * size[lot]
+    return Pieces(bucket[lot], first[lot] + start, np.minimum(size[lot], count[lot] - start), home[lot])
 
 
 def power_of_two_pieces(pieces: Pieces) -> Pieces:
     """Cut on until every size is a power of two; a remainder of 13 becomes 8 + 4 + 1."""
     done, rest = [], pieces
     while len(rest):
-        top = 1 << (np.frexp(rest.size.astype(np.float64))[1] - 1).astype(np.int64)
-        done.append(Pieces(rest.bucket, rest.first, top))
+        top = power_of_two_sizes(rest.size)
+        done.append(replace(rest, size=top))
         left = rest.size > top
-        rest = Pieces(rest.bucket[left], (rest.first + top)[left], (rest.size - top)[left])
+        rest = replace(rest, first=rest.first + top, size=rest.size - top).take(left)
     return concatenate(done) if done else pieces
 
 
-def split_last(pieces: Pieces, extra: int) -> tuple[Pieces, int]:
-    """Make up to `extra` more micro-batches by halving the last ones that hold two samples or more.
+def halve(pieces: Pieces, chosen: IntArray, home: int | None = None) -> Pieces:
+    """Each of the chosen micro-batches in two, side by side; the halves move to class `home` if given."""
+    copies = np.ones(len(pieces), dtype=np.int64)
+    copies[chosen] = 2
+    origin = np.repeat(np.arange(len(pieces)), copies)
+    second = np.zeros(len(origin), dtype=bool)
+    second[np.cumsum(copies)[chosen] - 1] = True
+    whole = pieces.take(origin)
+    halved, low = copies[origin] == 2, whole.size // 2
+    high = whole.size - low
+    return Pieces(
+        whole.bucket,
+        whole.first + np.where(second, high, 0),
+        np.where(halved, np.where(second, low, high), whole.size),
+        whole.home if home is None else np.where(halved, home, whole.home),
+    )
 
-    Halves stay side by side. A second round halves halves, so no micro-batch is cut finer than it must be.
+
+def split(pieces: Pieces, extra: int, home: int | None = None) -> tuple[Pieces, int]:
+    """Make up to `extra` more micro-batches by halving some that hold two samples or more.
+
+    They are taken evenly over the sequence, from the one class that has most of them if that suffices, so
+    that halves cost alike. A second round halves halves: nothing is cut finer than it must be.
 
     Returns:
         the micro-batches, and how many more there are.
     """
     made = 0
     while made < extra:
-        splittable = np.flatnonzero(pieces.size > 1)[made - extra :]
+        splittable = np.flatnonzero(pieces.size > 1)
         if len(splittable) == 0:
             break
-        pieces = halve(pieces, splittable)
-        made += len(splittable)
+        commonest = np.argmax(np.bincount(pieces.home[splittable]))
+        of_one_class = splittable[pieces.home[splittable] == commonest]
+        if len(of_one_class) >= extra - made:
+            splittable = of_one_class
+        number = min(extra - made, len(splittable))
+        pieces = halve(pieces, splittable[np.arange(number) * len(splittable) // number], home)
+        made += number
     return pieces, made
-
-
-def halve(pieces: Pieces, places: IntArray) -> Pieces:
-    """Each micro-batch of `places` in two, the larger half first, where the whole one stood."""
-    copies = np.ones(len(pieces), dtype=np.int64)
-    copies[places] = 2
-    origin = np.repeat(np.arange(len(pieces)), copies)
-    second = np.zeros(len(origin), dtype=bool)
-    second[np.cumsum(copies)[places] - 1] = True
-    halved = copies[origin] == 2
-    low = pieces.size[origin] // 2
-    high = pieces.size[origin] - low
-    size = np.where(halved, np.where(second, low, high), pieces.size[origin])
-    return Pieces(pieces.bucket[origin], pieces.first[origin] + np.where(second, high, 0), size)

@@ -14,6 +14,7 @@ import numpy as np
 
 from al_deepspeed.errors import PlanError
 from al_deepspeed.scheduling.arrangement import Arrangement, Task
+from al_deepspeed.scheduling.balanced import balanced
 from al_deepspeed.scheduling.baselines import dual_constraint, equal_token
 from al_deepspeed.scheduling.budget import best_max_cost
 from al_deepspeed.scheduling.constraints import Limits, oversize_buckets
@@ -23,7 +24,7 @@ from al_deepspeed.scheduling.pieces import random_stream, shuffle_within_buckets
 from al_deepspeed.scheduling.shapes import Corpus, FloatArray, IntArray
 from al_deepspeed.scheduling.weights import loss_weights
 
-STRATEGIES = {"equal_token": equal_token, "dual_constraint": dual_constraint}
+STRATEGIES = {"equal_token": equal_token, "dual_constraint": dual_constraint, "balanced": balanced}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,126 @@
+"""Which common costs micro-steps should have, and which shapes belong to each: a rate-distortion problem.
+
+All ranks of a micro-step wait for its slowest. So micro-steps come in a few *classes*, each with a target
+cost T: a sample of length S in a class runs in a micro-batch of the largest B with cost(B, S) <= T, and
+takes W = T / B of a rank's time. Some targets suit a shape and some waste most of the time on it, but if
+every shape kept to the target that suits it best, steps would no longer resemble the corpus. The best
+compromise minimises
+    mean W + temperature * mutual information(shape, class),
+and is what the Blahut-Arimoto iteration finds: P(class | shape) ~ q(class) * exp(-W / temperature), where q
+is the share of the samples in each class. Targets that do not pay die out by themselves. Temperature 0 lets
+every shape keep to its best target; a high one gives every class the corpus's own mix.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from al_deepspeed.scheduling.budget import candidate_budgets
+from al_deepspeed.scheduling.cost import CostModel
+from al_deepspeed.scheduling.shapes import FloatArray, IntArray
+
+CANDIDATES = 300
+ITERATIONS = 60
+HALVINGS = 12  # from a temperature of the mean W, at which classes are all alike, down to W / 4096
+
+
+@dataclass(frozen=True)
+class Classes:
+    """Targets in ascending order, and how each bucket's samples divide among them.
+
+    target: cost T of a class, float64 [classes].
+    size: B of a bucket in a class, int64 [buckets, classes]; 0 where even one sample costs more than T.
+    share: part of a bucket's samples that a class gets, float64 [buckets, classes]; rows sum to 1.
+    rank_time: W summed over all samples: what the epoch takes of all ranks together.
+    information: between shape and class, bits a sample; 0 when every class has the corpus's mix.
+    """
+
+    target: FloatArray
+    size: IntArray
+    share: FloatArray
+    rank_time: float
+    information: float
+
+
+def best_classes(
+    tokens: IntArray, counts: IntArray, largest: IntArray, cost: CostModel, *, windows: float, price: float
+) -> Classes:
+    """The classes with the most mixing that costs no more than `price` of the epoch's time.
+
+    Args:
+        tokens, counts: S and samples of each bucket, all >= 1.
+        largest: B >= 1 that the limits allow, a bucket.
+        windows: micro-steps of which each class has to take one or more; this bounds how many there are.
+        price: share of the least possible time that may be spent on mixing; 0 for none.
+    """
+    largest = np.minimum(largest, counts)
+    target = _candidate_targets(tokens, largest, cost)
+    fits = np.stack([cost.largest_batch(tokens, value) for value in target], axis=1)
+    menu = _Menu(target, np.minimum(largest[:, None], fits), counts)
+    coldest = float(menu.time.min(axis=1) @ counts / counts.sum()) * 0.5**HALVINGS
+    divided = [_divide(menu, coldest * 2.0**doubling, windows) for doubling in range(HALVINGS + 1)]
+    affordable = (1 + price) * min(classes.rank_time for classes in divided)
+    return min(
+        (classes for classes in divided if classes.rank_time <= affordable),
+        key=lambda classes: (classes.information, classes.rank_time),
+    )
+
+
+@dataclass(frozen=True)
+class _Menu:
+    """Candidate targets, B of each bucket in each, and samples a bucket."""
+
+    target: FloatArray
+    size: IntArray
+    counts: IntArray
+
+    @property
+    def time(self) -> FloatArray:
+        """W: time of a rank that a sample takes, infinite where it does not fit."""
+        return np.where(self.size > 0, self.target / np.maximum(self.size, 1), np.inf)
+
+
+def _candidate_targets(tokens: IntArray, largest: IntArray, cost: CostModel) -> FloatArray:
+    """Costs that some micro-batch has; the cost of the longest sample alone is among them."""
+    costs = candidate_budgets(tokens, cost, largest, CANDIDATES)
+    return np.unique(np.append(costs, cost.cost(1, tokens.max())))
+
+
+def _divide(menu: _Menu, temperature: float, windows: float) -> Classes:
+    """Divide buckets among classes at one temperature, dropping classes until each has its micro-steps."""
+    time, counts = menu.time, menu.counts
+    live = np.arange(len(menu.target))
+    shelter = int(np.argmax((menu.size > 0).all(axis=0)))  # the lowest target that has room for every bucket
+    while True:
+        share = _blahut_arimoto(time[:, live], counts / counts.sum(), temperature)
+        micro_batches = (counts[:, None] * share / np.maximum(1, menu.size[:, live])).sum(axis=0)
+        lacking = np.flatnonzero((micro_batches * windows < micro_batches.sum()) & (live != shelter))
+        if len(lacking) == 0:
+            taken = np.where(share > 0, time[:, live], 0.0) * share
+            return Classes(
+                menu.target[live],
+                menu.size[:, live],
+                share,
+                float(counts @ taken.sum(axis=1)),
+                _information(share, counts),
+            )
+        weakest = lacking[np.argsort(micro_batches[lacking], kind="stable")]
+        live = np.delete(live, weakest[: -(-len(weakest) // 2)])
+
+
+def _blahut_arimoto(time: FloatArray, weight: FloatArray, temperature: float) -> FloatArray:
+    """P(class | bucket) after a fixed number of iterations from equal classes."""
+    affinity = np.exp((time.min(axis=1, keepdims=True) - time) / temperature)
+    popularity = np.full(time.shape[1], 1.0 / time.shape[1])
+    for _ in range(ITERATIONS):
+        share = affinity * popularity
+        share /= share.sum(axis=1, keepdims=True)
+        popularity = weight @ share
+    return share
+
+
+def _information(share: FloatArray, counts: IntArray) -> float:
+    """Mutual information of bucket and class in bits a sample."""
+    weight = counts / counts.sum()
+    ratio = share / (weight @ share)
+    return float((weight[:, None] * share * np.log2(np.where(share > 0, ratio, 1.0))).sum())
