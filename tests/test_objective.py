@@ -137,10 +137,10 @@ def test_worker_processes_see_the_epoch():
 
 
 def test_a_samples_loss_is_the_same_alone_and_in_any_batch():
-    from al_deepspeed.training.wan import from_preset
+    from al_deepspeed.training import wan
 
     torch.manual_seed(0)
-    model = from_preset("tiny", channels=2, text_dim=8, ds_config={}).double()
+    model = wan.build(wan.preset("tiny", channels=2, text_dim=8), {}).double()
     dataset = FlowDataset(Latents(frames=3), Objective(), seed=5)
 
     def losses(ids):

@@ -10,12 +10,12 @@ from al_deepspeed.training import wan
 
 def tiny(channels=2, text_dim=8):
     torch.manual_seed(0)
-    return wan.from_preset("tiny", channels=channels, text_dim=text_dim, ds_config={})
+    return wan.build(wan.preset("tiny", channels=channels, text_dim=text_dim), {})
 
 
 def test_the_large_preset_is_wan_1_3b():
     with torch.device("meta"):
-        model = wan.from_preset("1.3b", channels=16, text_dim=4096, ds_config={})
+        model = wan.build(wan.preset("1.3b", channels=16, text_dim=4096), {})
     # A block: two attentions, the norm of the second, the MLP, a modulation table of 6 rows. Around them:
     # patches, the timestep's MLP and its projection to 6 rows, the captions' MLP, the head and its table.
     attention = 4 * (1536 * 1536 + 1536) + 2 * 1536
@@ -44,7 +44,7 @@ def test_pretrained_weights_are_read_from_a_folder_and_from_a_pipelines_folder(t
     model = tiny()
     wan.export(model, tmp_path / "pipeline" / "transformer")
     for folder in (tmp_path / "pipeline", tmp_path / "pipeline" / "transformer"):
-        again = wan.from_pretrained(str(folder), channels=2, text_dim=8, ds_config={})
+        again = wan.build(wan.pretrained(str(folder), channels=2, text_dim=8), {})
         for (name, one), (_, other) in zip(model.named_parameters(), again.named_parameters(), strict=True):
             assert torch.equal(one, other), name
 
@@ -52,13 +52,13 @@ def test_pretrained_weights_are_read_from_a_folder_and_from_a_pipelines_folder(t
 def test_pretrained_weights_for_another_corpus_are_refused(tmp_path):
     wan.export(tiny(), tmp_path / "model")
     with pytest.raises(ConfigError, match="text_dim 8, but the corpus has 32"):
-        wan.from_pretrained(str(tmp_path / "model"), channels=2, text_dim=32, ds_config={})
+        wan.pretrained(str(tmp_path / "model"), channels=2, text_dim=32)
     with pytest.raises(ConfigError, match="in_channels 2, but the corpus has 16"):
-        wan.from_pretrained(str(tmp_path / "model"), channels=16, text_dim=8, ds_config={})
+        wan.pretrained(str(tmp_path / "model"), channels=16, text_dim=8)
     with pytest.raises(ConfigError, match=r"no config\.json"):
-        wan.from_pretrained(str(tmp_path), channels=2, text_dim=8, ds_config={})
+        wan.pretrained(str(tmp_path), channels=2, text_dim=8)
 
 
 def test_an_unknown_preset_is_refused():
     with pytest.raises(ConfigError, match=r"allowed: tiny, 1\.3b"):
-        wan.from_preset("14b", channels=16, text_dim=8, ds_config={})
+        wan.preset("14b", channels=16, text_dim=8)

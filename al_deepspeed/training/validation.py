@@ -6,8 +6,10 @@ items do not divide, the last one runs again at weight 0. Items lie in order of 
 side cost the same.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -73,3 +75,26 @@ class Validation:
         losses, counts = sums.tolist()
         result = {name: losses[i] / counts[i] for i, name in enumerate(self.names) if counts[i]}
         return {**result, "all": sum(losses) / sum(counts)}
+
+
+FILE_NAME = "validation.jsonl"
+
+
+class ValidationFile:
+    """RUN/validation.jsonl, by rank 0: {"step": 10, "loss": {"image 1x8x8": 0.9, ..., "all": 0.8}}."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / FILE_NAME
+
+    def write(self, step: int, losses: dict[str, float]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "loss": losses}) + "\n")
+
+
+def read_validation(run_dir: Path) -> list[dict]:
+    """The records by step; where a restart validated a step again, the later record counts."""
+    path = run_dir / FILE_NAME
+    if not path.is_file():
+        return []
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [record for _, record in sorted({record["step"]: record for record in records}.items())]

@@ -7,14 +7,19 @@ parameter at a time. Gathering the weights again for export goes parameter by pa
 import os
 import shutil
 from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import deepspeed
+import numpy as np
 import torch
 from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
+from safetensors import safe_open
 
-from al_deepspeed.errors import ConfigError
+from al_deepspeed.errors import ConfigError, CorpusError
+from al_deepspeed.scheduling.shapes import Corpus
 
 # Name -> what differs from WanTransformer3DModel's defaults. `tiny` is for CPUs, `1.3b` is Wan 2.1 T2V 1.3B.
 PRESETS = {
@@ -29,26 +34,62 @@ PRESETS = {
 }
 
 
-def from_preset(name: str, *, channels: int, text_dim: int, ds_config: dict) -> WanTransformer3DModel:
-    """A model with random weights for latents of `channels` and captions of `text_dim`."""
+@dataclass(frozen=True)
+class Source:
+    """config: what differs from WanTransformer3DModel's defaults. weights: parameter -> safetensors file, or
+    none for random weights."""
+
+    config: dict
+    weights: dict[str, Path] = field(default_factory=dict)
+
+
+def preset(name: str, *, channels: int, text_dim: int) -> Source:
+    """Random weights for latents of `channels` and captions of `text_dim`."""
     if name not in PRESETS:
         raise ConfigError(f"preset is {name!r}; allowed: {', '.join(PRESETS)}.")
-    config = {**PRESETS[name], "in_channels": channels, "out_channels": channels, "text_dim": text_dim}
-    return _construct(config, ds_config)
+    return Source({**PRESETS[name], "in_channels": channels, "out_channels": channels, "text_dim": text_dim})
 
 
-def from_pretrained(
-    name_or_dir: str, *, channels: int, text_dim: int, ds_config: dict
-) -> WanTransformer3DModel:
-    """A model with the weights of a diffusers folder or of a hub repository (its `transformer` subfolder)."""
+def pretrained(name_or_dir: str, *, channels: int, text_dim: int) -> Source:
+    """The weights of a diffusers folder, or of a hub repository (its `transformer` subfolder)."""
     folder = _weights_folder(name_or_dir)
     config = WanTransformer3DModel.load_config(folder)
     for key, found in (("in_channels", channels), ("text_dim", text_dim)):
         if config[key] != found:
             raise ConfigError(f"{name_or_dir} has {key} {config[key]}, but the corpus has {found}.")
-    model = _construct(config, ds_config)
-    _read_weights(model, folder)
+    weights = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(os.fspath(file), framework="pt") as tensors:
+            weights |= dict.fromkeys(tensors.keys(), file)
+    with torch.device("meta"):
+        needed = [name for name, _ in WanTransformer3DModel.from_config(config).named_parameters()]
+    missing = [name for name in needed if name not in weights]
+    if missing:
+        raise ConfigError(f"{folder} lacks {len(missing)} of the model's weights; the first is {missing[0]}.")
+    return Source(config, weights)
+
+
+def build(source: Source, ds_config: dict) -> WanTransformer3DModel:
+    """The model; partitioned over the ranks from birth where the ds_config is at ZeRO-3. Collective then."""
+    born_partitioned = ds_config.get("zero_optimization", {}).get("stage", 0) == 3
+    with deepspeed.zero.Init(config_dict_or_path=deepcopy(ds_config)) if born_partitioned else nullcontext():
+        model = WanTransformer3DModel.from_config(source.config)
+    if born_partitioned:  # zero.Init computes new tensors in the parameters' type; rotary angles need float64
+        rope = model.rope
+        model.rope = WanRotaryPosEmbed(rope.attention_head_dim, rope.patch_size, rope.max_seq_len)
+    if source.weights:
+        _read_weights(model, source.weights, shared=born_partitioned)
     return model
+
+
+def check_shapes(corpus: Corpus, manifest: str) -> None:
+    """Wan cuts a latent into patches of 1x2x2; an odd height or width does not come back in its output."""
+    odd = np.flatnonzero((corpus.shapes[:, 1:] % 2).any(axis=1))
+    if len(odd):
+        raise CorpusError(
+            f"{manifest} holds {corpus.bucket_name(odd[0])}, but Wan's patches need an even latent height "
+            "and width. Encode with buckets whose sides are multiples of 16 pixels."
+        )
 
 
 def export(model: WanTransformer3DModel, folder: Path) -> None:
@@ -75,22 +116,8 @@ def export(model: WanTransformer3DModel, folder: Path) -> None:
         torch.distributed.barrier()
 
 
-def _partitioned(ds_config: dict) -> bool:
-    return ds_config.get("zero_optimization", {}).get("stage", 0) == 3
-
-
 def _rank() -> int:
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-
-
-def _construct(config: dict, ds_config: dict) -> WanTransformer3DModel:
-    born_partitioned = _partitioned(ds_config)
-    with deepspeed.zero.Init(config_dict_or_path=ds_config) if born_partitioned else nullcontext():
-        model = WanTransformer3DModel.from_config(config)
-    if born_partitioned:  # zero.Init computes new tensors in the parameters' type; rotary angles need float64
-        rope = model.rope
-        model.rope = WanRotaryPosEmbed(rope.attention_head_dim, rope.patch_size, rope.max_seq_len)
-    return model
 
 
 def _weights_folder(name_or_dir: str) -> Path:
@@ -105,23 +132,13 @@ def _weights_folder(name_or_dir: str) -> Path:
     return folder
 
 
-def _read_weights(model: WanTransformer3DModel, folder: Path) -> None:
-    """Fills a model from safetensors files. A partitioned parameter is read by rank 0 for all."""
-    from safetensors import safe_open
-
-    where = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(os.fspath(file), framework="pt") as tensors:
-            where |= dict.fromkeys(tensors.keys(), file)
-    missing = [name for name, _ in model.named_parameters() if name not in where]
-    if missing:
-        raise ConfigError(f"{folder} lacks {len(missing)} of the model's weights, first {missing[0]}.")
+def _read_weights(model: WanTransformer3DModel, weights: dict[str, Path], *, shared: bool) -> None:
+    """Fills the model. Partitioned (shared) parameters are read by rank 0, for all."""
     for name, parameter in model.named_parameters():
-        shared = hasattr(parameter, "ds_id")  # partitioned by zero.Init
         with (
             deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if shared else None),
             torch.no_grad(),
         ):
             if not shared or _rank() == 0:
-                with safe_open(os.fspath(where[name]), framework="pt") as tensors:
+                with safe_open(os.fspath(weights[name]), framework="pt") as tensors:
                     parameter.copy_(tensors.get_tensor(name))

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# From nothing to a measured comparison: installs into .venv, makes a corpus of real pictures and clips, trains a
+# small Wan on it twice (batches of equal tokens, then dual-constraint batches; the same samples) through
+# `deepspeed` at ZeRO-3, and prints what was measured. One rank a GPU; without GPUs, 2 ranks on the CPU.
+# What is there is reused: remove runs/quickstart to train again. Arguments go to train_wan.py (--max-steps 4).
+# AL_TORCH and AL_PYTHON choose torch and the interpreter: see launch/venv.sh.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+AL_EXTRAS="train,quickstart"
+source launch/venv.sh
+source launch/launcher.sh
+
+python launch/quickstart_corpus.py corpus/quickstart
+
+ranks=$(python -c "import torch; print(torch.cuda.device_count())")
+precision=config
+if [ "$ranks" = 0 ]; then
+    ranks=2
+    precision=fp32  # bfloat16 is slower than fp32 on most CPUs
+    export DS_ACCELERATOR=cpu OMP_NUM_THREADS=$((($(nproc) + 1) / 2))
+fi
+port=$(python -c "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])")
+for strategy in equal_token dual_constraint; do
+    run=runs/quickstart/$strategy
+    if [ -f "$run/model/config.json" ]; then
+        echo "Reusing $run"
+        continue
+    fi
+    run_deepspeed --num_accelerators "$ranks" --master_port "$port" --log_level warning launch/train_wan.py \
+        --config launch/configs/quickstart.json --precision "$precision" --run "$run" --resume \
+        --set "data_efficiency.data_sampling.dual_constraint_batching.strategy=$strategy" \
+        --validate-every 5 "$@"
+done
+al-deepspeed report runs/quickstart/equal_token runs/quickstart/dual_constraint --plot runs/quickstart/report.png
