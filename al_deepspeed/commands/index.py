@@ -40,7 +40,7 @@ def run(
     ] = False,
 ) -> None:
     """Write the manifest that planning and training read: one row a sample, and a fingerprint of the rows."""
-    from al_deepspeed.data.index import find_tars, index_shards
+    from al_deepspeed.data.index import find_tars, index_shards, side_file
     from al_deepspeed.data.progress import byte_progress
     from al_deepspeed.data.table import index_csv
 
@@ -69,7 +69,7 @@ def run(
         short = manifest.fingerprint[:12]
         print(f"{out}: {corpus.samples} samples of {corpus.buckets} shapes, fingerprint {short}")
     if bad:
-        print(f"{len(bad)} row(s) left out, listed in {out.with_suffix('.bad.jsonl')}", file=sys.stderr)
+        print(f"{len(bad)} row(s) left out, listed in {side_file(out)}", file=sys.stderr)
 
 
 def three_numbers(option: str, given: str) -> tuple[int, int, int]:

@@ -76,7 +76,10 @@ def index_shards(
     bad += repeated
     settle_bad(out, bad, skip_bad)
     if not table.num_rows:
-        raise CorpusError(f"{out}: no usable sample in {len(indexed)} tar(s). Check what was encoded.")
+        listed = f"; {side_file(out)} says why" if bad else ""
+        raise CorpusError(
+            f"{out}: no usable sample in {len(indexed)} tar(s). Check what was encoded{listed}."
+        )
     return write_manifest(out, table, _common_info(used, out.resolve().parent, patch)), bad
 
 
@@ -110,9 +113,14 @@ def parquet_name(out: str | Path) -> Path:
     return out
 
 
+def side_file(out: Path) -> Path:
+    """Where the rows that were left out are listed."""
+    return out.with_suffix(".bad.jsonl")
+
+
 def settle_bad(out: Path, bad: list[Bad], skip_bad: bool) -> None:
     """Raise with the first bad rows, or write all to OUT's side file; an earlier run's side file goes."""
-    side = out.with_suffix(".bad.jsonl")
+    side = side_file(out)
     if bad and not skip_bad:
         lines = [
             "  " + ", ".join(f"{name} {value}" for name, value in one.items() if value is not None)
@@ -157,7 +165,7 @@ def _index_tar(path: Path, patch: tuple[int, int, int], progress: Callable[[int]
                     )
                 else:
                     rows.append(_read_row(pool, path, entry, tar.info, patch))
-            except (ValueError, KeyError, TypeError) as error:
+            except ValueError as error:
                 if entry.key == META:
                     raise CorpusError(f"its {META} is broken: {error}") from error
                 tar.bad.append({"file": str(path), "key": entry.key, "reason": str(error)})
@@ -193,7 +201,7 @@ def _array_shape(pool: FilePool, path: Path, entry: Entry, name: str, dimensions
 def _read_info(pool: FilePool, path: Path, entry: Entry) -> dict[str, Any]:
     if entry.problem:
         raise ValueError(entry.problem)
-    info = json.loads(_member(pool, path, entry, "json"))
+    info = _json_object(pool, path, entry)
     missing = [name for name in (*SAME[:-1], "empty_text_length") if name not in info]
     if missing:
         raise ValueError(f"{', '.join(missing)} missing")
@@ -206,7 +214,7 @@ def _read_row(
 ) -> dict[str, Any]:
     if entry.problem:
         raise ValueError(entry.problem)
-    record = json.loads(_member(pool, path, entry, "json"))
+    record = _json_object(pool, path, entry)
     channels, *sides = _array_shape(pool, path, entry, "latent.npy", 4)
     text_rows, text_width = _array_shape(pool, path, entry, "text.npy", 2)
     shape = "x".join(map(str, sides))
@@ -217,8 +225,9 @@ def _read_row(
     expected = npy_header(info["empty_text"])[1]
     if (text_rows, text_width) != expected:
         raise ValueError(f"text is {text_rows}x{text_width}, the corpus's {'x'.join(map(str, expected))}")
-    if not 1 <= record["text_length"] <= text_rows:
-        raise ValueError(f"text_length is {record['text_length']}, not from 1 to {text_rows}")
+    text_length = _number(record, "text_length", int)
+    if text_length is None or not 1 <= text_length <= text_rows:
+        raise ValueError(f"text_length in its JSON is {text_length}, not from 1 to {text_rows}")
     return {
         "key": entry.key,
         "kind": "image" if sides[0] == 1 else "video",
@@ -228,14 +237,24 @@ def _read_row(
         "tokens": latent_tokens(*sides, patch=patch),
         **{f"pixel_{name}": _number(record, name, int) for name in ("frames", "height", "width")},
         "fps": _number(record, "fps", (int, float)),
-        "text_length": record["text_length"],
+        "text_length": text_length,
     }
+
+
+def _json_object(pool: FilePool, path: Path, entry: Entry) -> dict[str, Any]:
+    try:
+        found = json.loads(_member(pool, path, entry, "json"))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"its JSON cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"its JSON is a {type(found).__name__}, not an object")
+    return found
 
 
 def _number(record: dict[str, Any], name: str, kind: type | tuple[type, ...]) -> float | None:
     value = record.get(name)
-    if value is not None and not isinstance(value, kind):
-        raise ValueError(f"{name} in its JSON is {value!r}, not a number")
+    if value is not None and not (isinstance(value, kind) and abs(value) < 1 << 31):
+        raise ValueError(f"{name} in its JSON is {value!r}, not a number such as is expected there")
     return value
 
 

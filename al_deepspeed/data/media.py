@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import av
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from al_deepspeed.data.buckets import Size
 from al_deepspeed.data.sources import VIDEOS
@@ -63,14 +63,11 @@ def _decoding() -> Iterator[None]:
     """What Pillow and FFmpeg raise at broken files, as one error."""
     try:
         yield
-    except (
-        av.FFmpegError,
-        OSError,
-        ValueError,
-        EOFError,
-        SyntaxError,
-        Image.DecompressionBombError,
-    ) as error:
+    except av.FFmpegError as error:
+        raise CorpusError(f"cannot be decoded: {error.strerror}") from error
+    except UnidentifiedImageError as error:
+        raise CorpusError("cannot be decoded: not a picture of a known format") from error
+    except (OSError, ValueError, EOFError, SyntaxError, Image.DecompressionBombError) as error:
         raise CorpusError(f"cannot be decoded: {error}") from error
 
 

@@ -5,6 +5,8 @@ import math
 
 import numpy as np
 
+READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+
 
 def read_npy(contents: bytes) -> np.ndarray:
     """The array of a .npy file; pickled objects, a short file and trailing bytes are ValueErrors."""
@@ -20,11 +22,11 @@ def read_npy(contents: bytes) -> np.ndarray:
 def npy_header(beginning: bytes) -> tuple[np.dtype, tuple[int, ...], int]:
     """dtype, shape and where the values start. Only C-ordered arrays of numbers are accepted."""
     stream = io.BytesIO(beginning)
-    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-    version = np.lib.format.read_magic(stream)
-    if version not in readers:
-        raise ValueError(f".npy version {version}")
-    shape, column_major, dtype = readers[version](stream)
+    try:
+        version = np.lib.format.read_magic(stream)
+        shape, column_major, dtype = READERS[version](stream)
+    except Exception as error:  # the parser lets the tokenizer's and the compiler's own errors through
+        raise ValueError(f"its .npy header is broken: {error}") from error
     if dtype.hasobject:
         raise ValueError("array holds pickled Python objects, which are never loaded")
     if column_major:
