@@ -61,6 +61,22 @@ def wan_model() -> torch.nn.Module:
     ).float()
 
 
+class Toy(torch.nn.Module):
+    """Where any model will do: two linear maps over channels, one of the text; starts in a moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(CHANNELS, 8)
+        self.text = torch.nn.Linear(TEXT_WIDTH, 8)
+        self.last = torch.nn.Linear(8, CHANNELS)
+
+    def forward(self, hidden_states, timestep, encoder_hidden_states, return_dict=False):
+        hidden = self.first(hidden_states.movedim(1, -1)) + timestep.view(-1, 1, 1, 1, 1) / 1000
+        hidden = hidden + self.text(encoder_hidden_states.mean(1)).view(len(hidden), 1, 1, 1, -1)
+        return (self.last(torch.tanh(hidden)).movedim(-1, 1),)
+
+
 def sample_losses(model: torch.nn.Module, batch: dict) -> torch.Tensor:
     """Mean squared error of each sample, [B]."""
     prediction = model(

@@ -1,0 +1,79 @@
+"""A run that can be killed: trains to --steps, saves every two steps, goes on from the last checkpoint.
+
+    deepspeed resumable.py OUT_DIR [--unbroken] --steps N
+
+Each rank appends a line a step to OUT_DIR/steps_rankR.jsonl, or unbroken_rankR.jsonl. `--unbroken` first runs
+to the end without any checkpoint, for comparison. SIGTERM stops it cleanly.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import deepspeed
+import torch.distributed as dist
+from tiny import NumberDataset, Toy, ds_config, sample_losses, write_manifest
+
+import al_deepspeed
+from al_deepspeed.agreement import StopOnSignal
+
+parser = argparse.ArgumentParser()
+parser.add_argument("out", type=Path)
+parser.add_argument("--unbroken", action="store_true")
+parser.add_argument("--steps", type=int, required=True)
+parser.add_argument("--local_rank", type=int)
+arguments = parser.parse_args()
+
+
+def train(name: str, num_workers: int, checkpoints: Path | None) -> None:
+    config = ds_config(
+        arguments.out / "manifest.csv",
+        stage=3,
+        sampling={"num_workers": num_workers},
+        optimizer={"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
+        scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 6}},
+    )
+    model = Toy()
+    engine, _, loader, _ = al_deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), dataset=NumberDataset(), config=config
+    )
+    if checkpoints and (checkpoints / "latest").is_file():
+        _, client_state = engine.load_checkpoint(str(checkpoints))
+        assert client_state["mine"] == {"steps": engine.global_steps} and "al_deepspeed" not in client_state
+    record = (arguments.out / f"{name}_rank{dist.get_rank()}.jsonl").open("a")
+    with StopOnSignal() as stop:
+        while engine.global_steps < arguments.steps:
+            ids, losses = [], []
+            for batch in loader:
+                step, epoch = engine.global_steps, loader.epoch
+                loss = sample_losses(engine, batch).mean()
+                engine.backward(loss * batch["loss_weight"])
+                engine.step()
+                ids.append(batch["sample_ids"].tolist())
+                losses.append(loss.item())
+                if engine.global_steps == step:
+                    continue
+                line = {"step": engine.global_steps, "epoch": epoch, "ids": ids, "losses": losses}
+                record.write(json.dumps(line) + "\n")
+                record.flush()
+                print("step", engine.global_steps, flush=True)
+                ids, losses = [], []
+                stopped = stop.agreed()
+                if checkpoints and (engine.global_steps % 2 == 0 or stopped):
+                    state = {"mine": {"steps": engine.global_steps}}
+                    engine.save_checkpoint(str(checkpoints), client_state=state)
+                    assert state == {"mine": {"steps": engine.global_steps}}
+                if stopped or engine.global_steps == arguments.steps:
+                    break
+            if stopped:
+                print("stopped at", engine.global_steps, flush=True)
+                return
+
+
+deepspeed.init_distributed("gloo")
+if dist.get_rank() == 0 and not (arguments.out / "manifest.csv").exists():
+    write_manifest(arguments.out / "manifest.csv")
+dist.barrier()
+if arguments.unbroken:
+    train("unbroken", 0, None)
+train("steps", 4, arguments.out / "checkpoints")
