@@ -212,7 +212,7 @@ def _settle(
     text = json.dumps(settings, indent=1)
     out.mkdir(parents=True, exist_ok=True)
     create_whole(path, text)
-    there, mine = json.loads(path.read_text(encoding="utf-8")), json.loads(text)
+    there, mine = _flat(json.loads(path.read_text(encoding="utf-8"))), _flat(json.loads(text))
     differing = [
         f"  {name}: {there.get(name)} there, {mine[name]} now"
         for name in mine
@@ -223,3 +223,11 @@ def _settle(
             "\n".join([f"{out} was begun with other settings or sources:", *differing])
             + "\nGive another --out, or remove that folder."
         )
+
+
+def _flat(settings: dict, prefix: str = "") -> dict:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    flat = {}
+    for name, value in settings.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat

@@ -101,6 +101,7 @@ class LatentDataset(torch.utils.data.Dataset):
         self._offset = table["offset"].to_numpy()
         self._size = table["size"].to_numpy()
         self._shape = np.stack([table[name].to_numpy() for name in SIZES], axis=1)
+        self._key = table["key"]
         self._files = FilePool()
         meta = manifest.info["meta"]
         members = self._read(meta["shard"], meta["offset"], meta["size"])
@@ -121,15 +122,15 @@ class LatentDataset(torch.utils.data.Dataset):
         try:
             latent, text = read_npy(members["latent.npy"]), read_npy(members["text.npy"])
             record = json.loads(members["json"])
-            if latent.shape[1:] != tuple(self._shape[index]):
-                raise ValueError(
-                    f"latent is {latent.shape[1:]}, the manifest says {tuple(self._shape[index])}"
-                )
+            found = (members["key"].decode(), *latent.shape[1:])
+            indexed = (self._key[index].as_py(), *self._shape[index].tolist())
+            if found != indexed:
+                raise ValueError(f"found {found}, indexed {indexed}")
             return {
                 "latent": torch.from_numpy(latent),
                 "text": torch.from_numpy(text),
                 "text_length": int(record["text_length"]),
-                "key": members["key"].decode(),
+                "key": found[0],
             }
         except (KeyError, ValueError) as error:
             raise CorpusError(

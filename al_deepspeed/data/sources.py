@@ -93,8 +93,9 @@ def listing_digest(sources: list[Source]) -> str:
     """SHA-256 over names and sizes: tells whether two runs list the same sources."""
     digest = hashlib.sha256()
     for source in sources:
-        size = source.contents.size if source.contents else -1
-        digest.update(json.dumps([source.key, source.name, size]).encode())
+        places = (source.contents, source.caption[1] if source.caption else None)
+        sizes = [place.size if place else None for place in places]
+        digest.update(json.dumps([source.key, source.name, *sizes]).encode())
     return digest.hexdigest()
 
 
