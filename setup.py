@@ -4,6 +4,8 @@ A setup.py rather than a static file, because DeepSpeed's op builders hand their
 setuptools from Python.
 """
 
+import os
+import sys
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -16,6 +18,18 @@ EXTRAS = {
     "test": ["pytest>=8", "pytest-timeout", "hypothesis>=6.100", "ruff>=0.9"],
 }
 
+def extensions() -> dict:
+    """The fused AdaLN op, compiled now when DS_BUILD_FUSED_ADALN=1 asks for it; otherwise at first use."""
+    if os.environ.get("DS_BUILD_FUSED_ADALN", "0") != "1":
+        return {}
+    sys.path.insert(0, str(HERE))
+    from torch.utils.cpp_extension import BuildExtension
+
+    from al_deepspeed.ops.builder import FusedAdaLNBuilder
+
+    return {"ext_modules": [FusedAdaLNBuilder().builder()], "cmdclass": {"build_ext": BuildExtension}}
+
+
 setup(
     name="al-deepspeed",
     version="0.1.0",
@@ -24,7 +38,9 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=find_packages(include=["al_deepspeed", "al_deepspeed.*"]),
+    packages=[*find_packages(include=["al_deepspeed", "al_deepspeed.*"]), "al_deepspeed.csrc"],
+    package_dir={"al_deepspeed.csrc": "csrc"},  # an installed package can compile its kernels too
+    package_data={"al_deepspeed.csrc": ["*.cu", "*.cuh", "*.h", "*.cpp"]},
     install_requires=[
         "torch>=2.6",
         "deepspeed>=0.19.8",
@@ -41,5 +57,6 @@ setup(
         "ninja",
     ],
     extras_require=EXTRAS,
+    **extensions(),
     entry_points={"console_scripts": ["al-deepspeed = al_deepspeed.cli:main"]},
 )

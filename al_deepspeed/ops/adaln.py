@@ -42,7 +42,7 @@ def adaln(
     Args:
         x: [B, S, D], [B, T, H, W, D], or [S, B, D] with `layout="sbd"`; bf16, fp16 or fp32, any strides.
         shift, scale: one row a sample [B, D], [B, 1, D] or [1, B, D]; a frame [B, F, D] or [B, F, 1, D]; a
-            token [B, S, D]; a packed sequence [N, D] with `cu_seqlens`. "sbd" also takes [F, B, D], [S, B, D].
+            token [B, S, D]; a packed sequence [N, D] with `cu_seqlens`. "sbd" also: [F, B, D], [S, B, D].
         weight, bias: [D], applied before the modulation.
         out_dtype: of y; x's dtype by default.
         layout: "bsd" or "sbd". Left out, the shapes must allow only one of them.

@@ -78,21 +78,22 @@ def _place(x_shape, modulations, layout, segments, token_offset, tokens_per_grou
             "of 0 or more and at least one token a group"
         )
     layouts = LAYOUTS if layout is None else (layout,)
-    candidates = [rows for name in layouts if (rows := _rows(x_shape, name)) is not None]
+    candidates = [_rows(x_shape, name) for name in layouts if name == "bsd" or len(x_shape) == 3]
     if not candidates:
         raise ValueError(f'layout "sbd" needs x of shape [S, B, D]; x has shape {tuple(x_shape)}')
     chosen = None
     for name, shape in modulations:
-        found = {}
-        if shape[-1] == x_shape[-1]:
-            for rows in candidates:
-                for placement in _readings(rows, shape[:-1], segments, token_offset, tokens_per_group):
-                    found.setdefault(_row_map(placement, rows), placement)
+        found = []  # readings that differ: [(row map, placement)]
+        for rows in candidates if shape[-1] == x_shape[-1] else ():
+            for placement in _readings(rows, shape[:-1], segments, token_offset, tokens_per_group):
+                row_map = _row_map(placement, rows)
+                if all(row_map != other for other, _ in found):
+                    found.append((row_map, placement))
         if len(found) != 1:
             raise ValueError(
                 _refusal(name, shape, x_shape, len(found), segments, token_offset, tokens_per_group)
             )
-        ((row_map, placement),) = found.items()
+        row_map, placement = found[0]
         if chosen is not None and chosen[2] != row_map:
             raise ValueError(
                 f"{chosen[0]} {list(chosen[1])} and {name} {list(shape)} give the rows of x {list(x_shape)} "
@@ -105,9 +106,9 @@ def _place(x_shape, modulations, layout, segments, token_offset, tokens_per_grou
 _place_cached = lru_cache(maxsize=4096)(_place)
 
 
-def _rows(x_shape, layout: str) -> Rows | None:
+def _rows(x_shape, layout: str) -> Rows:
     if layout == "sbd":
-        return Rows(x_shape[1], x_shape[0], (x_shape[0],), True) if len(x_shape) == 3 else None
+        return Rows(x_shape[1], x_shape[0], (x_shape[0],), True)
     tokens = 1
     for size in x_shape[1:-1]:
         tokens = tokens * size
@@ -124,13 +125,14 @@ def _readings(rows: Rows, shape, segments, token_offset, tokens_per_group):
         return
     if len(shape) > 2 and tuple(shape) == (rows.samples, *rows.axes):
         shape = (rows.samples, rows.tokens)
+    axes = (0, 1) if len(shape) == 2 else (0,)  # [B, F, 1, D] says which axis is which
     while len(shape) > 2 and shape[-1] == 1:
         shape = shape[:-1]
     if len(shape) == 1 and shape[0] == rows.samples:
         yield Placement(first, 0)
     if len(shape) != 2:
         return
-    for axis in (0, 1):
+    for axis in axes:
         samples, groups = shape[axis], shape[1 - axis]
         if samples != rows.samples:
             continue
@@ -156,13 +158,13 @@ def _row_map(placement: Placement, rows: Rows):
     sample_axis, token_axis = (1, 0) if rows.sequence_first else (0, 1)
     if placement.packed:
         return ("segments", token_axis)
-    steps = set()
+    steps = []
     if rows.samples != 1:
-        steps.add((sample_axis, placement.modulation_sample_axis, 1, 0))
+        steps.append((sample_axis, placement.modulation_sample_axis, 1, 0))
     if placement.tokens_per_group:
         token = (1 - placement.modulation_sample_axis, placement.tokens_per_group, placement.token_offset)
-        steps.add((token_axis, *token))
-    return frozenset(steps)
+        steps.append((token_axis, *token))
+    return tuple(reversed(steps) if rows.sequence_first else steps)  # by the axis of x
 
 
 def _refusal(name, shape, x_shape, readings, segments, token_offset, tokens_per_group) -> str:

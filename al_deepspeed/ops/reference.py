@@ -75,10 +75,10 @@ class Groups:
 
     def _by_group(self, modulation: Tensor) -> Tensor:
         """[B, groups a sample, D]."""
-        if self.placement.modulation_sample_axis:
-            return modulation.reshape(modulation.shape[0], modulation.shape[1], -1).transpose(0, 1)
         if self.placement.packed:
             return modulation.reshape(1, -1, modulation.shape[-1])
+        if self.placement.modulation_sample_axis:
+            return modulation.reshape(modulation.shape[0], modulation.shape[1], -1).transpose(0, 1)
         return modulation.reshape(modulation.shape[0], modulation.shape[1:-1].numel(), modulation.shape[-1])
 
     def _beside_axes(self, per_sample: Tensor) -> Tensor:
@@ -98,7 +98,11 @@ def internal_dtype(x: Tensor) -> torch.dtype:
 def statistics(x: Tensor, eps: float, rms: bool) -> tuple[Tensor, Tensor]:
     """mean (zero for RMS norm) and 1 / sqrt(var + eps) of each row, x's shape without the last dim."""
     x = x.to(internal_dtype(x))
-    mean = torch.zeros_like(x[..., 0]) if rms else x.mean(-1)
+    if rms:
+        mean = torch.zeros_like(x[..., 0])
+    else:
+        mean = x.mean(-1)
+        mean = mean + (x - mean.unsqueeze(-1)).mean(-1)  # what the first sum lost to rounding
     variance = (x - mean.unsqueeze(-1)).square().mean(-1)
     return mean, torch.rsqrt(variance + eps)
 
