@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from al_deepspeed.calibration.fit import Variant, fit_once, refits_without_each
-from al_deepspeed.calibration.points import Point, columns
+from al_deepspeed.calibration.points import OUT_OF_MEMORY, Point, columns, measured
 from al_deepspeed.calibration.robust import FloatArray
 
 GROWTH = 8.0
@@ -61,8 +61,8 @@ def candidates(tokens: Sequence[int], largest_batch: int) -> Candidates:
 
 def next_candidate(choices: Candidates, points: Sequence[Point], allowance: Allowance) -> int | None:
     """The candidate's place; None when no further point is allowed, or none is in doubt."""
-    if not points:
-        return int(np.argmin(choices.load))
+    if not measured(points):
+        return None if points else int(np.argmin(choices.load))
     seconds = RUNS_A_POINT * expected_ms(choices, points) / 1e3
     safe = _free(choices, points) & _within_memory(choices, points, allowance.limit_gb)
     safe &= seconds <= allowance.left_s
@@ -75,8 +75,8 @@ def next_candidate(choices: Candidates, points: Sequence[Point], allowance: Allo
         (choices.tokens == longest, short),
     )
     for edge, allowed in corners:
-        measured = edge & ~_free(choices, points)
-        beyond = edge & allowed & (choices.load > choices.load[measured].max(initial=0))
+        reached = choices.load[edge & ~_free(choices, points)].max(initial=0)
+        beyond = edge & allowed & (choices.load > reached)
         if beyond.any():
             return int(np.argmax(np.where(beyond, choices.load, -1)))
     if not short.any():
@@ -132,9 +132,12 @@ def _free(choices: Candidates, points: Sequence[Point]) -> np.ndarray:
 
 def _within_memory(choices: Candidates, points: Sequence[Point], limit_gb: float | None) -> np.ndarray:
     """Growth in B*S, and the predicted reservation where a limit is known."""
-    largest = max(point.batch_size * point.tokens for point in points)
+    loads = {point.batch_size * point.tokens for point in measured(points)}
+    failed = min((p.batch_size * p.tokens for p in points if p.status == OUT_OF_MEMORY), default=np.inf)
+    within = (choices.load <= GROWTH * max(loads)) & (choices.load < failed)
     if limit_gb is None:
-        return choices.load <= GROWTH * largest
-    if len({point.batch_size * point.tokens for point in points}) == 1:  # no slope yet: the smallest step up
-        return choices.load <= choices.load[choices.load > largest].min(initial=largest * int(GROWTH))
-    return (choices.load <= GROWTH * largest) & (expected_gb(choices.load, points) <= limit_gb)
+        return within
+    if len(loads) == 1:  # no slope yet: the smallest step up
+        larger = choices.load[choices.load > max(loads)]
+        return within & (choices.load <= larger.min(initial=choices.load.max()))
+    return within & (expected_gb(choices.load, points) <= limit_gb)

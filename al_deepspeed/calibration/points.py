@@ -75,12 +75,16 @@ class Columns:
         return len(self.ms)
 
 
+def measured(points: Iterable[Point]) -> list[Point]:
+    """The points without those where an allocation failed."""
+    return [point for point in points if point.status == MEASURED]
+
+
 def columns(points: Iterable[Point]) -> Columns:
-    """Arrays over the points that were measured, failed ones left out."""
+    """Arrays over the measured points."""
     rows = [
         (p.batch_size, p.tokens, p.ms, *map(_or_nan, (p.peak_gb, p.reserved_gb, p.pass_gb)))
-        for p in points
-        if p.status == MEASURED
+        for p in measured(points)
     ]
     table = np.array(rows, dtype=np.float64).reshape(len(rows), 6)
     return Columns(*table.T)

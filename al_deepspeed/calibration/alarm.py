@@ -1,0 +1,86 @@
+"""A failed allocation on one rank ends the scan on all of them, in order.
+
+The rank that failed cannot tell the others by a collective: under ZeRO-3 they wait in an all-gather that it
+will never join, and a main thread stuck there cannot be interrupted. So the news travels through the
+rendezvous store, which a thread of every rank watches over a connection of its own. Once it comes, rank 0
+saves what was measured, each process answers, and all leave by `os._exit` with one code.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+FAILED, SAVED, LEFT = "al_calibration/failed", "al_calibration/saved", "al_calibration/left"
+POLL_S = 0.2
+PATIENCE_S = 60.0
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on a device or on the host."""
+    text = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
+    )
+
+
+class Alarm:
+    """Listens for a failure on any rank while the scan runs.
+
+    Args:
+        finish: called on rank 0 in the listening thread with the failure; saves, and returns the exit code.
+    """
+
+    def __init__(self, finish: Callable[[dict], int]) -> None:
+        self._finish = finish
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._store = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=PATIENCE_S),
+        )
+        self._over = threading.Event()
+        threading.Thread(target=self._listen, name="al_deepspeed calibration alarm", daemon=True).start()
+
+    def sound(self, failure: dict) -> None:
+        """Makes a failure known to every rank; does not return."""
+        self._store.set(FAILED, json.dumps(failure))
+        time.sleep(2 * PATIENCE_S)
+        os._exit(1)
+
+    def close(self) -> None:
+        """The scan is over without a failure."""
+        self._over.set()
+
+    def _listen(self) -> None:
+        while not self._over.wait(POLL_S):
+            try:
+                failed = self._store.check([FAILED])
+            except RuntimeError:  # the rank that serves the store has gone, and the launcher ends the others
+                return
+            if failed:
+                self._leave(json.loads(self._store.get(FAILED)))
+
+    def _leave(self, failure: dict) -> None:
+        code = 1
+        with contextlib.suppress(RuntimeError):  # rank 0 left first and took the store along
+            if self._rank == 0:
+                code = self._finish(failure)
+                self._store.set(SAVED, str(code))
+            code = int(self._store.get(SAVED))
+            self._store.add(LEFT, 1)
+            deadline = time.monotonic() + PATIENCE_S
+            while self._rank == 0 and self._store.add(LEFT, 0) < self._ranks and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
