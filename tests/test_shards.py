@@ -77,13 +77,19 @@ def test_same_samples_same_bytes(tmp_path):
         assert {(member.mtime, member.uid, member.uname) for member in archive} == {(0, 0, "")}
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_open_their_own_files(corpus, method):
+@pytest.mark.parametrize(
+    ("method", "workers"), [("fork", 2), ("spawn", 1)]
+)  # a spawned one imports torch anew
+def test_workers_open_their_own_files(corpus, method, workers):
     manifest, samples = corpus
     dataset = LatentDataset(manifest)
     dataset[0]  # the parent has a.tar open
     loader = torch.utils.data.DataLoader(
-        dataset, batch_size=None, num_workers=2, multiprocessing_context=method, sampler=[0, 1, 2, 3] * 3
+        dataset,
+        batch_size=None,
+        num_workers=workers,
+        multiprocessing_context=method,
+        sampler=[0, 1, 2, 3] * 3,
     )
     keys = [one["key"] for one in loader]
     assert keys == [one.key for one in samples] * 3

@@ -8,6 +8,7 @@ depend on is written to OUT/encode.json first; a run with other settings or sour
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,6 +41,10 @@ class Cut:
     all_sizes: bool = False
     clips: int = 1
     fps: float | None = None
+
+    def __post_init__(self):
+        if self.fps is not None and not 0 < self.fps < math.inf:
+            raise CorpusError(f"--fps is {self.fps}; a rate above 0 is needed, or none.")
 
     def wanted(self, media: Media) -> list[Clip]:
         """The clips to take from a picture or video."""

@@ -215,9 +215,10 @@ def _text(column: pa.Array, name: str, where: str) -> pa.Array:
 
 def _whole_numbers(column: pa.Array, name: str, where: str, below: int, dtype: pa.DataType) -> pa.Array:
     """The column as integers; the first row that is absent, not whole, < 1 or too large is named."""
-    if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
-        raise CorpusError(f"{where}: column {name} holds {column.type}, not whole numbers of at least 1.")
-    values = column.to_numpy(zero_copy_only=False)
+    if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
+        values = column.to_numpy(zero_copy_only=False)
+    else:  # words among the numbers make a column of words
+        values = np.array([_float(value) for value in column.to_pylist()])
     with np.errstate(invalid="ignore"):
         good = (values >= 1) & (values < below)
         if values.dtype.kind == "f":
@@ -225,7 +226,15 @@ def _whole_numbers(column: pa.Array, name: str, where: str, below: int, dtype: p
     if not good.all():
         row = int(np.flatnonzero(~good)[0])
         raise CorpusError(
-            f"{where}: {name} is {values[row]} in row {row} ({int((~good).sum())} such row(s)); it must be a "
-            f"whole number from 1 to {below - 1}. Correct or remove the rows, as `index --skip-bad` does."
+            f"{where}: {name} is {column[row].as_py()!r} in row {row} ({int((~good).sum())} such row(s)); it "
+            f"must be a whole number from 1 to {below - 1}. Correct or remove the rows, as `index "
+            "--skip-bad` does."
         )
-    return pc.cast(column, dtype)
+    return pa.array(values.astype(dtype.to_pandas_dtype()))
+
+
+def _float(value: object) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return float("nan")
