@@ -24,10 +24,10 @@ from al_deepspeed.scheduling.shapes import Corpus
 # Name -> what differs from WanTransformer3DModel's defaults. `tiny` is for CPUs, `1.3b` is Wan 2.1 T2V 1.3B.
 PRESETS = {
     "tiny": {
-        "num_attention_heads": 4,
-        "attention_head_dim": 24,
-        "ffn_dim": 384,
-        "num_layers": 4,
+        "num_attention_heads": 2,
+        "attention_head_dim": 32,
+        "ffn_dim": 256,
+        "num_layers": 3,
         "freq_dim": 64,
     },
     "1.3b": {"num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960, "num_layers": 30},
