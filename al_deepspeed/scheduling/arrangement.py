@@ -41,6 +41,11 @@ class Task:
         """First place of each bucket in the sample order."""
         return np.cumsum(self.counts) - self.counts
 
+    @property
+    def kind_codes(self) -> IntArray:
+        """A small integer a bucket, equal for buckets of one kind."""
+        return np.unique(np.array(self.corpus.kinds), return_inverse=True)[1].reshape(-1)
+
     def largest_sizes(self, sizes: IntArray) -> IntArray:
         """Batch sizes a bucket after the cap on variants."""
         cap = self.options.max_variants

@@ -2,10 +2,11 @@
 
 1. Choose classes of micro-steps, each with a target cost, and divide every shape among them (classes.py).
 2. Cut: in a class with target T a micro-batch has the largest B with cost(B, S) <= T.
-3. Deal: inside a class each kind and each shape is spread evenly over the micro-steps, R micro-batches at a
-   time. What does not fill a micro-step of its class goes to a pool, and so do the halves that complete the
-   last step; the pool is ordered by cost and dealt R at a time.
-4. Join G micro-steps to a step so that steps hold nearly equal numbers of tokens (steps.py).
+3. Fill: make the micro-batches of each class a multiple of R (filling.py); what is over waits in a pool, with
+   the halves that complete the last step.
+4. Deal: spread kinds and shapes evenly over the micro-steps of a class, R micro-batches each. In windows of
+   `lookahead` micro-steps the commonest kind is then ordered by cost.
+5. Join G micro-steps to a step so that steps hold nearly equal numbers of tokens (steps.py).
 
 `mixing` says what may be paid for resemblance: "corpus" a little of the epoch's time, "free" nothing.
 """
@@ -13,100 +14,89 @@
 import numpy as np
 
 from al_deepspeed.scheduling.arrangement import Arrangement, Task, complete
-from al_deepspeed.scheduling.baselines import dual_constraint_sizes
-from al_deepspeed.scheduling.classes import Classes, best_classes
-from al_deepspeed.scheduling.constraints import power_of_two_sizes
-from al_deepspeed.scheduling.pieces import Pieces, places_within, spread_evenly
+from al_deepspeed.scheduling.composition import choose_classes
+from al_deepspeed.scheduling.filling import (
+    POOL,
+    aim_at_whole_micro_steps,
+    divide_samples,
+    fill_classes,
+    homes_of_rests,
+)
+from al_deepspeed.scheduling.pieces import Pieces, spread_evenly
 from al_deepspeed.scheduling.shapes import FloatArray, IntArray
 from al_deepspeed.scheduling.steps import order_micro_steps
-
-MIXING_PRICE = {"corpus": 0.012, "free": 0.0}
-POOL = 0  # the class of what fits no other
 
 
 def balanced(task: Task) -> Arrangement:
     """Dual-constraint micro-batches whose sizes are chosen so that different shapes meet a common cost."""
-    pieces, filler, splits = complete(task, cut_by_class(task), POOL)
+    pieces, targets = cut_by_class(task)
+    pieces, filler, splits = complete(task, fill_classes(task, pieces, targets), POOL)
     order = deal(task, pieces, filler)
     pieces, filler = pieces.take(order), filler[order]
-    grid = (-1, task.world_size)
-    tokens = np.where(filler, 0, pieces.size * task.corpus.tokens[pieces.bucket]).reshape(grid)
+    samples = np.where(filler, 0, pieces.size)
+    amounts = np.stack([samples * task.corpus.tokens[pieces.bucket], samples], axis=1)
     micro_steps = order_micro_steps(
-        tokens.sum(axis=1),
-        pieces.home.reshape(grid).min(axis=1),
+        amounts.reshape(-1, task.world_size, 2).sum(axis=1).astype(np.float64),
+        pieces.home[:: task.world_size],
         task.accumulation,
         task.options.lookahead,
         task.bits,
     )
-    ranks = np.argsort(task.bits.random_raw(len(pieces)).reshape(grid), axis=1)
+    ranks = np.argsort(task.bits.random_raw(len(pieces)).reshape(-1, task.world_size), axis=1)
     order = (micro_steps[:, None] * task.world_size + ranks).reshape(-1)
     return Arrangement(pieces.take(order), filler[order], splits)
 
 
-def cut_by_class(task: Task) -> Pieces:
-    """Cut every bucket by its classes, which are numbered from 1 by ascending target."""
-    used = np.flatnonzero(task.counts)
-    tokens, counts = task.corpus.tokens[used], task.counts[used]
-    classes = _choose_classes(task, tokens, counts, dual_constraint_sizes(task)[used])
-    sizes = classes.size if task.options.max_variants is None else power_of_two_sizes(classes.size)
-    numbers, rest = divide_samples(counts, sizes, classes.share)
-    bucket, home = np.nonzero(numbers)
-    left = np.flatnonzero(rest)
-    home_of_rest = np.searchsorted(classes.target, task.cost.cost(rest, tokens)[left] * (1 - 1e-9))
-    return task.cut(
-        used[np.concatenate([bucket, left])],
-        np.concatenate([(numbers * sizes)[bucket, home], rest[left]]),
-        np.concatenate([sizes[bucket, home], rest[left]]),
-        1 + np.concatenate([home, home_of_rest]),
-    )
-
-
-def _choose_classes(task: Task, tokens: IntArray, counts: IntArray, largest: IntArray) -> Classes:
-    micro_steps = (counts / np.minimum(counts, largest)).sum() / task.world_size
-    windows = min(task.options.lookahead, max(1.0, micro_steps / 2))
-    price = MIXING_PRICE[task.options.mixing]
-    return best_classes(tokens, counts, largest, task.cost, windows=windows, price=price)
-
-
-def divide_samples(counts: IntArray, sizes: IntArray, share: FloatArray) -> tuple[IntArray, IntArray]:
-    """Whole micro-batches a bucket and class that come nearest to the shares.
+def cut_by_class(task: Task) -> tuple[Pieces, FloatArray]:
+    """Cut every bucket by its classes, which are numbered from 1 by ascending target.
 
     Returns:
-        numbers of micro-batches [buckets, classes], and the samples of each bucket that fill none.
+        the micro-batches, and the targets.
     """
-    wanted = np.where(sizes > 0, counts[:, None] * share / np.maximum(sizes, 1), 0.0)
-    numbers = np.floor(wanted).astype(np.int64)
-    rest = counts - (numbers * sizes).sum(axis=1)
-    rows = np.arange(len(counts))
-    for column in np.argsort(numbers - wanted, axis=1, kind="stable").T:  # the largest fraction first
-        size = sizes[rows, column]
-        one_more = (wanted[rows, column] > 0) & (size <= rest)
-        numbers[rows, column] += one_more
-        rest = rest - np.where(one_more, size, 0)
-    return numbers, rest
+    used = np.flatnonzero(task.counts)
+    tokens, counts = task.corpus.tokens[used], task.counts[used]
+    classes = choose_classes(task, used)
+    classes, aim = aim_at_whole_micro_steps(classes, counts, task.world_size)
+    numbers, rest, lacking = divide_samples(classes, counts, aim)
+    bucket, home = np.nonzero(numbers)
+    left = np.flatnonzero(rest)
+    costs = task.cost.cost(rest[left], tokens[left])
+    home_of_rest = homes_of_rests(classes.target, lacking, costs)
+    pieces = task.cut(
+        used[np.concatenate([bucket, left])],
+        np.concatenate([(numbers * classes.size)[bucket, home], rest[left]]),
+        np.concatenate([classes.size[bucket, home], rest[left]]),
+        1 + np.concatenate([home, home_of_rest]),
+    )
+    return pieces, classes.target
 
 
 def deal(task: Task, pieces: Pieces, filler: np.ndarray) -> IntArray:
-    """Order of the micro-batches in which R in a row are a micro-step: class by class, then the pool by
-    cost.
+    """Order of the micro-batches in which R in a row are a micro-step: class by class, the pool first.
+
+    Under mixing "free" a class is ordered by cost. Under "corpus" kinds and shapes are spread evenly over
+    it, and only the commonest kind is then ordered by cost inside each window; inside the pool, whose costs
+    differ more, from end to end.
     """
-    ranks = task.world_size
-    order = np.argsort(_even_keys(task, pieces), kind="stable")
-    order = order[np.argsort(pieces.home[order], kind="stable")]
-    home = pieces.home[order]
-    whole = np.bincount(home) // ranks * ranks
-    fills = (home != POOL) & (places_within(home) < whole[home])
-    pool = order[~fills]
-    by_cost = np.argsort(np.where(filler[pool], 0.0, task.costs(pieces.take(pool))), kind="stable")
-    return np.concatenate([order[fills], pool[by_cost]])
+    costs = np.where(filler, 0.0, task.costs(pieces))
+    if task.options.mixing == "free":
+        return np.lexsort((costs, pieces.home))
+    keys = _even_keys(task, pieces)
+    windows = np.maximum(1, len(pieces) // (task.options.lookahead * task.world_size))
+    window = np.where(pieces.home == POOL, 0, np.floor(keys * windows))
+    kind = task.kind_codes[pieces.bucket]
+    commonest = np.flatnonzero(kind == np.argmax(np.bincount(kind, weights=costs)))
+    evenly = commonest[np.lexsort((keys[commonest], pieces.home[commonest]))]
+    by_cost = commonest[np.lexsort((costs[commonest], window[commonest], pieces.home[commonest]))]
+    keys[by_cost] = keys[evenly]
+    return np.lexsort((keys, pieces.home))
 
 
 def _even_keys(task: Task, pieces: Pieces) -> FloatArray:
     """Keys by which sorting spreads kinds evenly over each class, and shapes evenly over each kind."""
-    _, kind = np.unique(np.array(task.corpus.kinds), return_inverse=True)
     shape_keys = spread_evenly(pieces.home * task.corpus.buckets + pieces.bucket, task.bits)
     by_shape = np.argsort(shape_keys, kind="stable")
     keys = np.empty(len(pieces))
-    group = pieces.home * (kind.max() + 1) + kind[pieces.bucket]
+    group = pieces.home * (task.kind_codes.max() + 1) + task.kind_codes[pieces.bucket]
     keys[by_shape] = spread_evenly(group[by_shape], task.bits)
     return keys

@@ -21,7 +21,7 @@ from al_deepspeed.scheduling.shapes import FloatArray, IntArray
 
 CANDIDATES = 300
 ITERATIONS = 60
-HALVINGS = 12  # from a temperature of the mean W, at which classes are all alike, down to W / 4096
+TEMPERATURES = 2.0 ** np.arange(-10, 0.1, 0.5)  # of the mean W: from every shape for itself to all alike
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,14 @@ class Classes:
 
 
 def best_classes(
-    tokens: IntArray, counts: IntArray, largest: IntArray, cost: CostModel, *, windows: float, price: float
+    tokens: IntArray,
+    counts: IntArray,
+    largest: IntArray,
+    cost: CostModel,
+    *,
+    windows: float,
+    price: float,
+    riders: np.ndarray,
 ) -> Classes:
     """The classes with the most mixing that costs no more than `price` of the epoch's time.
 
@@ -51,14 +58,16 @@ def best_classes(
         tokens, counts: S and samples of each bucket, all >= 1.
         largest: B >= 1 that the limits allow, a bucket.
         windows: micro-steps of which each class has to take one or more; this bounds how many there are.
-        price: share of the least possible time that may be spent on mixing; 0 for none.
+        price: share of the least possible time that may be spent on mixing.
+        riders: buckets that keep to the corpus's mix in every class that has room for them, whatever it
+            costs.
     """
     largest = np.minimum(largest, counts)
     target = _candidate_targets(tokens, largest, cost)
     fits = np.stack([cost.largest_batch(tokens, value) for value in target], axis=1)
-    menu = _Menu(target, np.minimum(largest[:, None], fits), counts)
-    coldest = float(menu.time.min(axis=1) @ counts / counts.sum()) * 0.5**HALVINGS
-    divided = [_divide(menu, coldest * 2.0**doubling, windows) for doubling in range(HALVINGS + 1)]
+    menu = _Menu(target, np.minimum(largest[:, None], fits), counts, riders)
+    mean_time = float(menu.time.min(axis=1) @ counts / counts.sum())
+    divided = [_divide(menu, mean_time * temperature, windows) for temperature in TEMPERATURES.tolist()]
     affordable = (1 + price) * min(classes.rank_time for classes in divided)
     return min(
         (classes for classes in divided if classes.rank_time <= affordable),
@@ -73,6 +82,7 @@ class _Menu:
     target: FloatArray
     size: IntArray
     counts: IntArray
+    riders: np.ndarray
 
     @property
     def time(self) -> FloatArray:
@@ -92,7 +102,7 @@ def _divide(menu: _Menu, temperature: float, windows: float) -> Classes:
     live = np.arange(len(menu.target))
     shelter = int(np.argmax((menu.size > 0).all(axis=0)))  # the lowest target that has room for every bucket
     while True:
-        share = _blahut_arimoto(time[:, live], counts / counts.sum(), temperature)
+        share = _blahut_arimoto(time[:, live], counts, menu.riders, temperature)
         micro_batches = (counts[:, None] * share / np.maximum(1, menu.size[:, live])).sum(axis=0)
         lacking = np.flatnonzero((micro_batches * windows < micro_batches.sum()) & (live != shelter))
         if len(lacking) == 0:
@@ -108,9 +118,13 @@ def _divide(menu: _Menu, temperature: float, windows: float) -> Classes:
         live = np.delete(live, weakest[: -(-len(weakest) // 2)])
 
 
-def _blahut_arimoto(time: FloatArray, weight: FloatArray, temperature: float) -> FloatArray:
+def _blahut_arimoto(
+    time: FloatArray, counts: FloatArray, riders: np.ndarray, temperature: float
+) -> FloatArray:
     """P(class | bucket) after a fixed number of iterations from equal classes."""
     affinity = np.exp((time.min(axis=1, keepdims=True) - time) / temperature)
+    affinity[riders] = np.isfinite(time[riders])
+    weight = np.where(riders, 0.0, counts) / counts[~riders].sum()
     popularity = np.full(time.shape[1], 1.0 / time.shape[1])
     for _ in range(ITERATIONS):
         share = affinity * popularity

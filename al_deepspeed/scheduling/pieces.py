@@ -81,6 +81,11 @@ def shuffle_within_buckets(bucket: IntArray, bits: np.random.PCG64) -> IntArray:
     return np.argsort(keys, kind="stable")
 
 
+def evenly_chosen(values: np.ndarray, number: int) -> np.ndarray:
+    """`number` of the values at even distances."""
+    return values[np.arange(number) * len(values) // max(1, number)]
+
+
 def cut(bucket: IntArray, first: IntArray, count: IntArray, size: IntArray, home: IntArray) -> Pieces:
     """Cut lots, each `count` samples of one bucket from place `first` on, into runs of at most `size`."""
     pieces = -(-count // size)
@@ -121,22 +126,24 @@ def halve(pieces: Pieces, chosen: IntArray, home: int | None = None) -> Pieces:
 def split(pieces: Pieces, extra: int, home: int | None = None) -> tuple[Pieces, int]:
     """Make up to `extra` more micro-batches by halving some that hold two samples or more.
 
-    They are taken evenly over the sequence, from the one class that has most of them if that suffices, so
-    that halves cost alike. A second round halves halves: nothing is cut finer than it must be.
+    They are taken evenly over the sequence: first from class `home`, where all halves go, then from the class
+    that has most of them, so that halves cost alike. A second round halves halves: nothing is cut finer
+    than it must be.
 
     Returns:
         the micro-batches, and how many more there are.
     """
     made = 0
+    source = home
     while made < extra:
-        splittable = np.flatnonzero(pieces.size > 1)
-        if len(splittable) == 0:
+        splittable = pieces.size > 1
+        if not splittable.any():
             break
-        commonest = np.argmax(np.bincount(pieces.home[splittable]))
-        of_one_class = splittable[pieces.home[splittable] == commonest]
-        if len(of_one_class) >= extra - made:
-            splittable = of_one_class
-        number = min(extra - made, len(splittable))
-        pieces = halve(pieces, splittable[np.arange(number) * len(splittable) // number], home)
+        if source is None or not (splittable & (pieces.home == source)).any():
+            source = int(np.argmax(np.bincount(pieces.home[splittable])))
+        candidates = np.flatnonzero(splittable & (pieces.home == source))
+        number = min(extra - made, len(candidates))
+        pieces = halve(pieces, evenly_chosen(candidates, number), home)
         made += number
+        source = None
     return pieces, made
