@@ -64,6 +64,16 @@ def test_rows(tmp_path):
     assert manifest.info["codec"] == "dct" and manifest.info["latent_std"] == [1.0] * 4
 
 
+def test_workers_change_nothing(tmp_path):
+    for number in range(3):
+        write(tmp_path / f"{number}.tar", [f"{number}{key}" for key in "abc"])
+    (tmp_path / "1.tar").write_bytes((tmp_path / "1.tar").read_bytes()[:-10240])
+    results = [
+        index_shards([tmp_path], tmp_path / "m.parquet", skip_bad=True, workers=workers) for workers in (1, 2)
+    ]
+    assert results[0][0].table.equals(results[1][0].table) and results[0][1] == results[1][1]
+
+
 def test_fingerprint_follows_the_samples_not_the_place(tmp_path):
     prints = []
     for folder, keys in (("one", "abc"), ("two", "abc"), ("three", "abd")):

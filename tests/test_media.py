@@ -14,6 +14,10 @@ from al_deepspeed.errors import CorpusError
 SIZE = (48, 64)
 
 
+def opened(contents, suffix, **options):
+    return open_media(lambda: io.BytesIO(contents), suffix, **options)
+
+
 def saved(image, kind="PNG", **options):
     stream = io.BytesIO()
     image.save(stream, kind, **options)
@@ -21,7 +25,7 @@ def saved(image, kind="PNG", **options):
 
 
 def decoded(contents, suffix="png", size=SIZE):
-    media = open_media(contents, suffix)
+    media = opened(contents, suffix)
     return media.clips([Clip(0, 1, size)])[0][0]
 
 
@@ -58,7 +62,7 @@ def test_exif_rotation(image):
     turned = image.rotate(90, expand=True)  # stored lying on its side
     exif = Image.Exif()
     exif[0x0112] = 6  # show it turned by 90 degrees clockwise
-    assert open_media(saved(turned, "PNG", exif=exif), "png").height == 48
+    assert opened(saved(turned, "PNG", exif=exif), "png").height == 48
     np.testing.assert_array_equal(decoded(saved(turned, "PNG", exif=exif)), np.asarray(image))
 
 
@@ -101,10 +105,10 @@ def levels(media, start, length):
 def test_video_frames(tmp_path):
     write_video(tmp_path / "v.mkv", 18)
     contents = (tmp_path / "v.mkv").read_bytes()
-    media = open_media(contents, "mkv")
+    media = opened(contents, "mkv")
     assert (media.frames, media.height, media.width, media.fps) == (18, 48, 64, 10.0)
     assert levels(media, 0, 18) == list(range(18)) and levels(media, 7, 5) == [7, 8, 9, 10, 11]
-    assert open_media(contents, "mkv", limit=5).frames == 5
+    assert opened(contents, "mkv", limit=5).frames == 5
     small, large = media.clips([Clip(1, 1, (16, 16)), Clip(16, 2, SIZE)])
     assert small.shape == (1, 16, 16, 3) and large.shape == (2, 48, 64, 3)
 
@@ -114,15 +118,15 @@ def test_variable_frame_rate_at_a_fixed_rate(tmp_path):
     # (shown from 40 to 240 ms), at 300 and 400 ms frame 3, at 500 ms frame 4.
     write_video(tmp_path / "v.mkv", 6, times_ms=[0, 40, 240, 280, 480, 520])
     contents = (tmp_path / "v.mkv").read_bytes()
-    media = open_media(contents, "mkv", fps=10.0)
+    media = opened(contents, "mkv", fps=10.0)
     assert media.frames == 6 and levels(media, 0, 6) == [0, 1, 1, 3, 3, 4]
-    assert open_media(contents, "mkv", fps=10.0, limit=3).frames == 3
-    assert levels(open_media(contents, "mkv"), 0, 6) == [0, 1, 2, 3, 4, 5]
+    assert opened(contents, "mkv", fps=10.0, limit=3).frames == 3
+    assert levels(opened(contents, "mkv"), 0, 6) == [0, 1, 2, 3, 4, 5]
 
 
 def test_halving_a_constant_rate(tmp_path):
     write_video(tmp_path / "v.mkv", 9)  # 10 a second
-    assert levels(open_media((tmp_path / "v.mkv").read_bytes(), "mkv", fps=5.0), 0, 5) == [0, 2, 4, 6, 8]
+    assert levels(opened((tmp_path / "v.mkv").read_bytes(), "mkv", fps=5.0), 0, 5) == [0, 2, 4, 6, 8]
 
 
 def test_turned_video(tmp_path):
@@ -147,7 +151,7 @@ def test_turned_video(tmp_path):
         1 << 30,
     )  # by 90 degrees clockwise, as a telephone writes it
     contents[matrix : matrix + 36] = b"".join(value.to_bytes(4, "big", signed=True) for value in turn)
-    media = open_media(bytes(contents), "mp4")
+    media = opened(bytes(contents), "mp4")
     assert (media.height, media.width) == (64, 48)
     frame = media.clips([Clip(0, 1, (64, 48))])[0][0]
     assert frame[:24].mean() > 240 and frame[40:].mean() < 15  # the left half is at the top now
@@ -157,10 +161,10 @@ def test_playlist_opens_no_other_file(tmp_path):
     write_video(tmp_path / "v.mkv", 5)
     playlist = f"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nfile://{tmp_path}/v.mkv\n#EXT-X-ENDLIST\n"
     with pytest.raises(CorpusError, match="cannot be decoded"):
-        open_media(playlist.encode(), "mp4")
+        opened(playlist.encode(), "mp4")
 
 
 def test_gif_is_a_video(image):
     frames = [image, image.rotate(180), image]
     contents = saved(frames[0], "GIF", save_all=True, append_images=frames[1:], duration=100)
-    assert open_media(contents, "gif").frames == 3
+    assert opened(contents, "gif").frames == 3

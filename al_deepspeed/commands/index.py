@@ -35,6 +35,7 @@ def run(
     skip_bad: Annotated[
         bool, typer.Option("--skip-bad", help="Leave unusable rows out and list them in OUT's .bad.jsonl.")
     ] = False,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that read tars side by side.")] = 1,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object on standard output.")
     ] = False,
@@ -53,7 +54,7 @@ def run(
         total = sum(tar.stat().st_size for tar in find_tars(sources))
         with byte_progress("index", total) as progress:
             manifest, bad = index_shards(
-                sources, out, patch=sizes["patch"], skip_bad=skip_bad, progress=progress
+                sources, out, patch=sizes["patch"], skip_bad=skip_bad, workers=workers, progress=progress
             )
     corpus = manifest.corpus()
     result = {

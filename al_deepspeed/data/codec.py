@@ -110,13 +110,11 @@ class WanVaeCodec:
     """diffusers' AutoencoderKLWan: its posterior's mode, normalised by its config's mean and std."""
 
     def __init__(self, source: str, device: str = "auto"):
-        from diffusers import AutoencoderKLWan
-
-        from al_deepspeed.data.pretrained import load_part, pick_device
+        from al_deepspeed.data.pretrained import library, load_part, pick_device
 
         self.name = f"wan-vae:{source}"
         self._device = pick_device(device)
-        vae = load_part(AutoencoderKLWan, source, "vae", torch_dtype=torch.float32)
+        vae = load_part(library("diffusers").AutoencoderKLWan, source, "vae", torch_dtype=torch.float32)
         self._vae = vae.to(self._device).eval().requires_grad_(False)
         config = vae.config
         self.stride = (config.scale_factor_temporal, config.scale_factor_spatial, config.scale_factor_spatial)

@@ -17,7 +17,7 @@ import numpy as np
 
 from al_deepspeed.data.buckets import Buckets
 from al_deepspeed.data.codec import Codec
-from al_deepspeed.data.files import FilePool, atomic_path, create_whole
+from al_deepspeed.data.files import atomic_path, create_whole
 from al_deepspeed.data.media import Clip, Media, open_media
 from al_deepspeed.data.shards import CorpusInfo, Sample, write_shard
 from al_deepspeed.data.sources import Source, list_sources, listing_digest
@@ -137,7 +137,6 @@ class _Encoder:
 
     def __init__(self, codec: Codec, text: TextEncoder, cut: Cut, skip_bad: bool):
         self._codec, self._text, self._cut, self._skip_bad = codec, text, cut, skip_bad
-        self._pool = FilePool()
         self.bad_sources = 0
 
     def samples(self, group: list[Source], shard: Path, progress: Callable[[int], None]) -> Iterator[Sample]:
@@ -163,10 +162,8 @@ class _Encoder:
         """All samples of a source, or none: an error in the last leaves out the first."""
         if source.problem:
             raise CorpusError(source.problem)
-        media = open_media(
-            source.contents.read(self._pool), source.suffix, limit=self._cut.limit(), fps=self._cut.fps
-        )
-        caption = source.read_caption(self._pool)
+        media = open_media(source.contents.open, source.suffix, limit=self._cut.limit(), fps=self._cut.fps)
+        caption = source.read_caption()
         text, text_length = self._text.encode(caption)
         wanted = self._cut.wanted(media)
         samples = []

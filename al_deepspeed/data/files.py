@@ -5,6 +5,7 @@ A file is written beside its final name and renamed when complete, so a killed r
 """
 
 import fcntl
+import io
 import os
 import uuid
 from collections.abc import Iterator
@@ -56,6 +57,8 @@ def _open_locked(temporary: Path, path: Path) -> int:
             raise CorpusError(
                 f"{path}: another process is writing it. Wait, or give each process its own --shard I/N."
             ) from None
+        except OSError:
+            pass  # a file system without locks: two processes with one share would write the same bytes
         try:
             if os.fstat(descriptor).st_ino == temporary.stat().st_ino:
                 return descriptor
@@ -96,6 +99,32 @@ class FilePool:
         if len(contents) != size:
             raise ValueError(f"the file ends {size - len(contents)} bytes short")
         return contents
+
+
+class FileWindow(io.RawIOBase):
+    """A byte range of a file, as a file of its own."""
+
+    def __init__(self, path: Path, offset: int, size: int):
+        self._file, self._offset, self._size, self._at = _OpenFile(path), offset, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Whence as for any file."""
+        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence])
+        return self._at
+
+    def readinto(self, buffer: bytearray) -> int:
+        """Fills the buffer as far as one read does; 0 at the end."""
+        wanted = max(0, min(len(buffer), self._size - self._at))
+        contents = os.pread(self._file.descriptor, wanted, self._offset + self._at)
+        buffer[: len(contents)] = contents
+        self._at += len(contents)
+        return len(contents)
 
 
 class _OpenFile:

@@ -6,9 +6,12 @@ it in one error, or, with `skip_bad`, in a side file beside the manifest while t
 """
 
 import json
+import multiprocessing
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +50,18 @@ SCHEMA = pa.schema(
 Bad = dict[str, Any]
 
 
+def _ignore(size: int) -> None:
+    """No progress bar."""
+
+
 def index_shards(
     sources: Iterable[str | Path],
     out: str | Path,
     *,
     patch: tuple[int, int, int] = PATCH,
     skip_bad: bool = False,
-    progress: Callable[[int], None] = lambda size: None,
+    workers: int = 1,
+    progress: Callable[[int], None] = _ignore,
 ) -> tuple[Manifest, list[Bad]]:
     """Index latent shards into a manifest, one row a sample.
 
@@ -62,14 +70,15 @@ def index_shards(
         out: the manifest, .parquet; shard paths are stored relative to its folder.
         patch: the model's patch (frames, height, width), which gives the tokens of a latent.
         skip_bad: leave unusable samples out, listing them in OUT's `.bad.jsonl`, instead of raising.
-        progress: called with the bytes of each sample passed.
+        workers: processes that read tars side by side.
+        progress: called with bytes as they are passed.
     Returns:
         the manifest and the unusable samples, each {"file", "key", "reason"}.
     Raises:
         CorpusError: no shards, shards of different codecs or text encoders, bad samples (unless skip_bad).
     """
     out = parquet_name(out)
-    indexed = [_index_tar(tar, patch, progress) for tar in find_tars(sources)]
+    indexed = list(_index_tars(find_tars(sources), patch, workers, progress))
     bad = [problem for one in indexed for problem in one.bad]
     used = [one for one in indexed if one.table.num_rows]
     table, repeated = _join(used, out.resolve().parent)
@@ -151,7 +160,21 @@ class _Tar:
     bad: list[Bad] = field(default_factory=list)
 
 
-def _index_tar(path: Path, patch: tuple[int, int, int], progress: Callable[[int], None]) -> _Tar:
+def _index_tars(
+    tars: list[Path], patch: tuple[int, int, int], workers: int, progress: Callable[[int], None]
+) -> Iterator[_Tar]:
+    """Each tar's result, in order."""
+    if min(workers, len(tars)) == 1:
+        yield from (_index_tar(tar, patch, progress) for tar in tars)
+        return
+    # Spawned: Arrow's threads do not survive a fork.
+    with ProcessPoolExecutor(min(workers, len(tars)), multiprocessing.get_context("spawn")) as pool:
+        for tar in pool.map(partial(_index_tar, patch=patch), tars):
+            progress(tar.path.stat().st_size)
+            yield tar
+
+
+def _index_tar(path: Path, patch: tuple[int, int, int], progress: Callable[[int], None] = _ignore) -> _Tar:
     tar, pool, rows = _Tar(path), FilePool(), []
     try:
         for entry in entries(path):

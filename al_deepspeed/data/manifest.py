@@ -112,7 +112,10 @@ def write_manifest(path: str | Path, table: pa.Table, info: dict[str, Any]) -> M
     fingerprint = table_fingerprint(table)
     metadata = {METADATA_KEY: json.dumps({"fingerprint": fingerprint, **info}, sort_keys=True).encode()}
     with atomic_path(path) as temporary:
-        pq.write_table(table.replace_schema_metadata(metadata), temporary, compression="zstd")
+        repeating = [name for name in table.column_names if name not in ("key", "offset")]
+        pq.write_table(
+            table.replace_schema_metadata(metadata), temporary, compression="zstd", use_dictionary=repeating
+        )
     return Manifest(path, table, fingerprint, info)
 
 

@@ -4,11 +4,11 @@ Videos are decoded twice: once to learn which frames there are (a container's ow
 trusted), once to collect the asked ones, scaled as they come. So memory holds the clips, never the video.
 """
 
-import io
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from typing import BinaryIO
 
 import av
 import numpy as np
@@ -43,11 +43,13 @@ class Media(ABC):
         """Frames of each clip, uint8 RGB [length, height, width, 3]."""
 
 
-def open_media(contents: bytes, suffix: str, *, limit: int | None = None, fps: float | None = None) -> Media:
+def open_media(
+    contents: Callable[[], BinaryIO], suffix: str, *, limit: int | None = None, fps: float | None = None
+) -> Media:
     """Open a picture or video.
 
     Args:
-        contents: the file's bytes.
+        contents: opens the file anew.
         suffix: of its name; tells pictures from videos.
         limit: look no further than so many frames.
         fps: take a video's frames at this rate instead of as they are.
@@ -74,8 +76,8 @@ def _decoding() -> Iterator[None]:
 class Picture(Media):
     """One frame. Turned as its EXIF says; transparency on white; 16-bit grey scaled to 8."""
 
-    def __init__(self, contents: bytes):
-        with Image.open(io.BytesIO(contents)) as image:
+    def __init__(self, contents: Callable[[], BinaryIO]):
+        with contents() as stream, Image.open(stream) as image:
             image.load()
             self._image = _to_rgb(ImageOps.exif_transpose(image))
         self.width, self.height = self._image.size
@@ -88,7 +90,7 @@ class Picture(Media):
 class Video(Media):
     """Frames in the order shown, turned as the container says."""
 
-    def __init__(self, contents: bytes, limit: int | None, fps: float | None):
+    def __init__(self, contents: Callable[[], BinaryIO], limit: int | None, fps: float | None):
         self._contents = contents
         times = []
         with closing(self._decode()) as frames:
@@ -128,7 +130,7 @@ class Video(Media):
 
     def _decode(self) -> Iterator[av.VideoFrame]:
         options = {"format_whitelist": FORMATS, "protocol_whitelist": "file"}
-        with av.open(io.BytesIO(self._contents), container_options=options) as container:
+        with self._contents() as file, av.open(file, container_options=options) as container:
             stream = container.streams.best("video")
             if stream is None:
                 raise CorpusError("holds no video stream")

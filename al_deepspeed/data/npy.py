@@ -2,6 +2,7 @@
 
 import io
 import math
+from functools import lru_cache
 
 import numpy as np
 
@@ -21,7 +22,13 @@ def read_npy(contents: bytes) -> np.ndarray:
 
 def npy_header(beginning: bytes) -> tuple[np.dtype, tuple[int, ...], int]:
     """dtype, shape and where the values start. Only C-ordered arrays of numbers are accepted."""
-    stream = io.BytesIO(beginning)
+    length = int.from_bytes(beginning[8:10], "little") + 10 if beginning[6:7] == b"\x01" else None
+    return _parse(beginning[:length])
+
+
+@lru_cache(maxsize=4096)  # a corpus has few shapes, and NumPy's parser is slow
+def _parse(header: bytes) -> tuple[np.dtype, tuple[int, ...], int]:
+    stream = io.BytesIO(header)
     try:
         version = np.lib.format.read_magic(stream)
         shape, column_major, dtype = READERS[version](stream)

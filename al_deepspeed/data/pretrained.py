@@ -1,11 +1,23 @@
 """Models that `encode` loads from a folder or a hub, alone or as a part of a diffusers pipeline."""
 
+import importlib
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from al_deepspeed.errors import CorpusError
+
+
+def library(name: str) -> ModuleType:
+    """diffusers or transformers, which only the codec and the text encoder that have weights need."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise CorpusError(
+            f"{name} cannot be imported ({error}): pip install 'al-deepspeed[train]'"
+        ) from error
 
 
 def load_part(kind: type, source: str, part: str, **options: Any) -> Any:

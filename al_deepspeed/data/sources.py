@@ -5,6 +5,7 @@ its sample. WebDataset ends a key at the first dot of the file's name, so keys h
 """
 
 import hashlib
+import io
 import json
 import os
 import re
@@ -12,8 +13,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
-from al_deepspeed.data.files import FilePool
+from al_deepspeed.data.files import FileWindow
 from al_deepspeed.data.tars import Entry, entries
 from al_deepspeed.errors import CorpusError
 
@@ -32,8 +34,9 @@ class Place:
     offset: int
     size: int
 
-    def read(self, pool: FilePool) -> bytes:
-        return pool.read(self.path, self.offset, self.size)
+    def open(self) -> BinaryIO:
+        """The bytes as a file."""
+        return io.BufferedReader(FileWindow(self.path, self.offset, self.size), buffer_size=1 << 20)
 
 
 @dataclass(frozen=True)
@@ -55,13 +58,13 @@ class Source:
     caption: tuple[str, Place] | None = None
     problem: str | None = None
 
-    def read_caption(self, pool: FilePool) -> str:
+    def read_caption(self) -> str:
         """From the sidecar (.txt, or "caption" of .json), else the words of the file's name."""
         if self.caption is None:
             return " ".join(LETTERS.findall(self.key.rpartition("/")[2].replace("_", " ")))
         suffix, place = self.caption
         try:
-            text = place.read(pool).decode("utf-8-sig")
+            text = place.open().read().decode("utf-8-sig")
             value = text if suffix == "txt" else json.loads(text)["caption"]
         except (ValueError, KeyError, TypeError) as error:
             raise CorpusError(f"its caption (.{suffix}) cannot be read: {error!r}") from error

@@ -46,16 +46,15 @@ class TransformersText:
     """Last hidden state of a text encoder such as UMT5, taken as Wan's pipeline takes it."""
 
     def __init__(self, source: str, length: int, device: str = "auto"):
-        from transformers import AutoModelForTextEncoding, AutoTokenizer
-
-        from al_deepspeed.data.pretrained import load_part, pick_device
+        from al_deepspeed.data.pretrained import library, load_part, pick_device
 
         self.name = source
         self._length, self._device = length, pick_device(device)
-        self._tokenizer = load_part(AutoTokenizer, source, "tokenizer")
+        transformers = library("transformers")
+        self._tokenizer = load_part(transformers.AutoTokenizer, source, "tokenizer")
         self._tokenizer.padding_side = "right"
         dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
-        model = load_part(AutoModelForTextEncoding, source, "text_encoder", torch_dtype=dtype)
+        model = load_part(transformers.AutoModelForTextEncoding, source, "text_encoder", torch_dtype=dtype)
         self._model = model.to(self._device).eval().requires_grad_(False)
 
     @torch.no_grad()
