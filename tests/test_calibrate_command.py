@@ -1,12 +1,21 @@
-"""`al-deepspeed calibrate` from the command line, as a user or a script runs it."""
+"""`al-deepspeed calibrate` from the command line, as a user or a script runs it.
+
+The last tests scan in a live engine: two CPU ranks at ZeRO-3 through the launcher, with what can go wrong.
+"""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from launching import LAUNCHED, SHARED_MEMORY, free_port, launch
 
 from al_deepspeed import cli
+from al_deepspeed.calibration.file import read_calibration
+from al_deepspeed.config import DualConstraintBatching
+from al_deepspeed.inputs import cost_and_limits
 
 SCAN = Path(__file__).parent / "data" / "h200_wan1.3b_6layer_scan.csv"
 
@@ -78,9 +87,11 @@ def test_m_comp_is_chosen_for_a_manifest(calibrated, calibrate, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "no source"),
-        (("--from-scan", "s.csv", "--calibration", "c.json"), "--from-scan and --calibration"),
+        ((), "takes one source"),
+        (("--from-scan", "s.csv", "--calibration", "c.json"), "takes one source"),
         (("--from-scan", "s.csv", "--predict", "p.csv"), "--predict needs --calibration"),
+        (("--factory", "pkg:function"), "also needs --deepspeed_config"),
+        (("--from-run", "none"), "none holds no telemetry.jsonl"),
         (("--calibration", "c.json", "--manifest", "m.csv"), "give both"),
         (("--calibration", "none.json", "--predict", "p.csv"), "none.json does not exist"),
     ],
@@ -89,3 +100,106 @@ def test_bad_usage_exits_with_2(calibrate, arguments, message):
     code, out, err = calibrate(*arguments)
     assert code == 2 and out == ""
     assert message in err and "Traceback" not in err
+
+
+SHAPES = ((1, 8, 8), (1, 16, 16), (5, 16, 16), (5, 32, 32))  # S = 16, 64, 320, 1280
+DS_CONFIG = {
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+    "zero_optimization": {"stage": 3},
+    "steps_per_print": 1_000_000,
+}
+FEW = ("--budget", "1h", "--largest-batch", "4", "--most-repeats", "2")  # ends when all pairs are measured
+
+
+@pytest.fixture
+def scan_options(tmp_path):
+    """A ds_config that names a manifest, the factory, and an environment that finds it."""
+    manifest = tmp_path / "manifest.csv"
+    rows = [",".join(map(str, shape)) for shape in SHAPES for _ in range(10)]
+    manifest.write_text("latent_frames,latent_height,latent_width\n" + "\n".join(rows) + "\n")
+    batching = {"enabled": True, "manifest": str(manifest), "calibration": "calibration.json"}
+    sampling = {"enabled": True, "dual_constraint_batching": batching}
+    config = {**DS_CONFIG, "data_efficiency": {"enabled": True, "data_sampling": sampling}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    repository = Path(__file__).parent.parent
+    return {
+        "arguments": ("--deepspeed_config", "ds.json", "--factory", "calibrate_factory:factory", *FEW),
+        "environment": {"PYTHONPATH": os.pathsep.join([str(LAUNCHED), str(repository)])},
+        "manifest": manifest,
+    }
+
+
+def test_a_scan_on_two_ranks_and_a_slow_one_shows_as_spread(scan_options, tmp_path):
+    """The second rank sleeps a quarter of a second in each forward: all wait, and it is told apart."""
+    port = free_port()
+    command = [str(Path(sys.executable).parent / "al-deepspeed"), "calibrate", *scan_options["arguments"]]
+    command += ["--launcher", f"--num_accelerators 2 --master_port {port}", "--json", "--", "--slow", "0.25"]
+    environment = {
+        **os.environ,
+        **scan_options["environment"],
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+    }
+    try:
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, timeout=280, capture_output=True, text=True
+        )
+    finally:
+        for segment in SHARED_MEMORY.glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*"):
+            segment.unlink(missing_ok=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    row = json.loads(done.stdout)
+    assert row == json.loads((tmp_path / "calibration.json").read_text())
+    assert (row["zero_stage"], row["ranks"], row["device"]) == (3, 2, "cpu")
+    assert set(row["fingerprints"]) == {"model", "ds_config"}
+    pairs = {(point["B"], point["S"]) for point in row["points"]}
+    assert {(1, 16), (1, 1280), (4, 16), (4, 1280)} <= pairs  # the corners
+    assert all(point["ms"] >= 250 for point in row["points"])
+    assert row["spread"] > 0.4
+    assert not (tmp_path / "calibration.json.scan").exists()
+
+    calibration = read_calibration(tmp_path / "calibration.json")
+    batching = DualConstraintBatching(
+        manifest=str(scan_options["manifest"]), calibration=str(tmp_path / "calibration.json")
+    )
+    cost, limits = cost_and_limits(batching, calibration)
+    assert cost == calibration.cost
+    assert limits.max_tokens == row["max_tokens"] > 0
+    assert limits.max_cost == row["max_cost"] > 0  # chosen for the manifest that the config names
+
+
+def scan(scan_options, folder, *arguments):
+    """The same scan by the launcher itself."""
+    return launch(
+        Path("al_deepspeed.calibration"),
+        *scan_options["arguments"],
+        *arguments,
+        folder=folder,
+        launcher_arguments=("--module",),
+        environment=scan_options["environment"],
+        time_limit_s=240,
+    )
+
+
+def test_a_killed_scan_resumes_and_a_failed_allocation_ends_it_in_order(scan_options, tmp_path):
+    """Both ranks die after 14 forwards. Resumed, the second rank alone cannot allocate B*S = 5120: the first
+    is then inside an all-gather of ZeRO-3 that the other never joins."""
+    with scan(scan_options, tmp_path, "--", "--die-after", "14") as run:
+        assert run.wait(expect=None) != 0
+    before = json.loads((tmp_path / "calibration.json.scan").read_text())["points"]
+    assert len(before) >= 2
+    assert not (tmp_path / "calibration.json").exists()
+
+    with scan(scan_options, tmp_path, "--resume", "--", "--fail-above", "1500") as run:
+        run.wait()
+        log = run.rank_log(0)
+    assert "rank 1 could not allocate memory" in log
+    points = json.loads((tmp_path / "calibration.json").read_text())["points"]
+    assert points[: len(before)] == before
+    failed = [point for point in points if point["status"] == "out_of_memory"]
+    assert [point["ms"] for point in failed] == [None]
+    assert failed[0]["B"] * failed[0]["S"] > 1500
+    assert all(point["B"] * point["S"] <= 1500 for point in points if point not in failed)
+    assert len(points) > len(before) + 1

@@ -1,15 +1,24 @@
 """The calibration's file, its limits, and the choice of points to measure."""
 
+import argparse
 import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from al_deepspeed.calibration.assemble import budget_warnings, calibrate, with_budget
 from al_deepspeed.calibration.choice import Allowance, candidates, expected_gb, next_candidate
 from al_deepspeed.calibration.file import SCHEMA_VERSION, Setting, read_calibration, write_calibration
+from al_deepspeed.calibration.from_run import read_run, refit, run_points
+from al_deepspeed.calibration.launched import seconds, shapes
+from al_deepspeed.calibration.measure import is_certain
 from al_deepspeed.calibration.points import OUT_OF_MEMORY, Point, read_scan
+from al_deepspeed.calibration.scan import Progress, load_progress
+from al_deepspeed.calibration.setting import model_fingerprint
+from al_deepspeed.calibration.spread import union_ms
+from al_deepspeed.calibration.workload import load_factory
 from al_deepspeed.errors import CalibrationError
 from al_deepspeed.scheduling.cost import RooflineCost
 from al_deepspeed.scheduling.shapes import corpus_from_samples
@@ -184,3 +193,121 @@ def test_a_scan_table_names_its_bad_row(tmp_path):
         read_scan(tmp_path / "none.csv")
     path.write_text("B,S,ms,peak_GB\n1,256,40.0,\n")
     assert read_scan(path) == (Point(1, 256, 40.0),)
+
+
+def telemetry_lines(slower: float, steps: int = 60) -> list[dict]:
+    """Two ranks, two micro-steps a step; all wait for the slowest, which takes `slower` times TRUTH."""
+    random = np.random.default_rng(0)
+    pairs = np.array([(32, 256), (8, 1024), (16, 1024), (2, 4096), (4, 4096), (1, 8192), (1, 16384)])
+    lines = []
+    for step in range(steps):
+        batch_size, tokens = pairs[random.integers(0, len(pairs), size=(2, 2))].transpose(2, 0, 1)
+        cost = TRUTH.cost(batch_size, tokens)
+        measured = np.broadcast_to(slower * cost.max(axis=1, keepdims=True), (2, 2))
+        if step < 2:
+            measured = measured * 20  # kernels are compiled, memory is first allocated
+        load = (batch_size * tokens).max(axis=0)
+        lines.append(
+            {
+                "step": step + 1,
+                "batch_size": batch_size.tolist(),
+                "sequence_length": tokens.tolist(),
+                "predicted_cost": cost.tolist(),
+                "measured_ms": measured.tolist(),
+                "peak_memory_bytes": (1e9 * (10 + 1e-3 * load)).astype(int).tolist(),
+            }
+        )
+    return lines
+
+
+def test_a_run_that_was_slower_moves_the_calibration(calibration):
+    """A tenth slower than scanned: pairs that the run showed are refitted, the scan's others follow."""
+    points = run_points(telemetry_lines(slower=1.1))
+    by_pair = {(p.batch_size, p.tokens): p for p in points}
+    assert by_pair[1, 16384].ms == pytest.approx(1.1 * float(TRUTH.cost(1, 16384)))
+    assert by_pair[1, 16384].peak_gb == pytest.approx(26.384)
+    after = refit(points, calibration)
+    assert after.cost.cost([1, 4], [16384, 4096]) == pytest.approx(
+        1.1 * TRUTH.cost([1, 4], [16384, 4096]), rel=0.01
+    )
+    assert after.cost.cost(1, 256) == pytest.approx(1.1 * TRUTH.floor, rel=0.02)  # only the scan showed it
+    assert after.max_tokens == calibration.max_tokens
+    assert after.max_cost is None
+    assert after.setting == calibration.setting
+
+
+def test_a_run_without_telemetry_is_refused(tmp_path):
+    with pytest.raises(CalibrationError, match=r"holds no telemetry\.jsonl"):
+        read_run(tmp_path)
+    (tmp_path / "telemetry.jsonl").write_text("")
+    with pytest.raises(CalibrationError, match="no step after the first 2"):
+        read_run(tmp_path)
+
+
+def test_a_refit_from_a_run_alone():
+    after = refit(run_points(telemetry_lines(slower=1.0)))
+    assert after.cost.cost(2, 8192) == pytest.approx(TRUTH.cost(2, 8192), rel=0.02)
+    assert after.max_tokens is None
+
+
+def test_the_median_is_certain_when_repeats_agree():
+    """Two repeats 0.2% apart: half a width of 12.7 * 1.25 * 0.1% = 1.6%; 1% apart: 8%."""
+    assert not is_certain([100.0])
+    assert is_certain([100.0, 100.2])
+    assert not is_certain([100.0, 101.0])
+    assert is_certain([100.0, 101.0] * 5)
+
+
+def test_time_inside_collectives_is_counted_once():
+    """Prefetched all-gathers overlap: 0 to 3 ms and 5 to 6 ms are four."""
+    assert union_ms([(0, 2000), (1000, 3000), (5000, 6000), (1500, 1600)]) == 4.0
+    assert union_ms([]) == 0.0
+
+
+def test_the_next_point_stays_below_a_failed_allocation():
+    choices = candidates([256, 1024, 4096], 16)
+    failed = point(4, 1024, ms=None, status=OUT_OF_MEMORY, peak_gb=None, reserved_gb=None, pass_gb=None)
+    points = [point(1, 256), point(2, 256), failed]
+    while (place := next_candidate(choices, points, Allowance(1e4, 1e4, limit_gb=1e3))) is not None:
+        points.append(point(int(choices.batch_size[place]), int(choices.tokens[place])))
+    assert max(p.batch_size * p.tokens for p in points if p is not failed) == 2048
+
+
+def test_a_scan_of_another_model_does_not_resume(tmp_path):
+    path = tmp_path / "calibration.json.scan"
+    assert load_progress(path, HERE) == Progress()
+    Progress([point(1, 256, shape=(1, 32, 32))], used_s=12.5).save(HERE, path)
+    assert load_progress(path, replace(HERE, capacity_gb=90.0)) == Progress(
+        [point(1, 256, shape=(1, 32, 32))], used_s=12.5
+    )
+    with pytest.raises(CalibrationError, match="another zero_stage, fingerprints: 3 then, 2 now"):
+        load_progress(path, replace(HERE, zero_stage=2, fingerprints={"model": "cc"}))
+
+
+def test_a_model_is_known_by_its_parameters():
+    small, large = torch.nn.Linear(4, 4), torch.nn.Linear(4, 5)
+    assert model_fingerprint(small) == model_fingerprint(torch.nn.Linear(4, 4))  # whatever the weights
+    assert model_fingerprint(small) != model_fingerprint(large)
+    frozen = torch.nn.Linear(4, 4).requires_grad_(False)
+    assert model_fingerprint(small) != model_fingerprint(frozen)  # no gradients, another step time
+
+
+def test_times_and_shapes_of_the_command_line():
+    assert [seconds(text) for text in ("90", "90s", "5m", "1h")] == [90, 90, 300, 3600]
+    assert shapes("1x32x32,5x60x104") == ((1, 32, 32), (5, 60, 104))
+    for parse, text in ((seconds, "-5m"), (seconds, "soon"), (shapes, "32x32"), (shapes, "1x0x4")):
+        with pytest.raises(argparse.ArgumentTypeError, match="allowed:"):
+            parse(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("al_deepspeed.errors", "allowed: pkg.mod:function"),
+        ("no_such_package.x:f", "cannot be imported"),
+        ("al_deepspeed.errors:nothing", "has no function nothing"),
+    ],
+)
+def test_a_factory_that_is_not_there(name, message):
+    with pytest.raises(CalibrationError, match=message):
+        load_factory(name)

@@ -53,7 +53,9 @@ def shape(text: str) -> Shape:
     """`5x60x104` as a tuple."""
     sides = text.split("x")
     if len(sides) != 3 or not all(side.isdigit() and int(side) > 0 for side in sides):
-        raise argparse.ArgumentTypeError(f"{text!r} is no shape; allowed: frames x height x width, as 5x60x104")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no shape; allowed: frames x height x width, as 5x60x104"
+        )
     return tuple(int(side) for side in sides)
 
 
@@ -171,13 +173,19 @@ def _scan(
         memory_fraction=arguments.memory_fraction,
         capacity_gb=arguments.capacity_gb,
     )
-    finished = scan.Scan(
-        Meter(engine, synthetic, arguments.most_repeats),
-        options,
-        progress[0],
-        record=lambda progress: progress.save(setting, beside),
-        finish=end_early,
-    ).run()
+
+    def record(progress: scan.Progress) -> None:
+        progress.save(setting, beside)
+        point = progress.points[-1]
+        took = point.status if point.ms is None else f"{point.ms:.1f} ms, {point.repeats} repeat(s)"
+        print(
+            f"[{progress.used_s:.0f} of {arguments.budget:.0f} s] {len(progress.points)} points; "
+            f"B = {point.batch_size}, S = {point.tokens}: {took}",
+            flush=True,
+        )
+
+    meter = Meter(engine, synthetic, arguments.most_repeats)
+    finished = scan.Scan(meter, options, progress[0], record=record, finish=end_early).run()
     result: list[dict] = [{}]
     with together():
         if dist.get_rank() == 0:

@@ -1,8 +1,9 @@
 """Measures one (B, S) in the live engine: forward and backward of a micro-batch on all ranks at once.
 
 A warm-up, then repeats until the median is known within 2% or a cap is reached. Each repeat begins together
-and counts with its slowest rank's time; the optimizer step, whose turn comes every G-th repeat as in training,
-lies outside the clock and inside the memory. All ranks see the same numbers, so they stop after the same one.
+and counts with its slowest rank's time; the optimizer step, whose turn comes every G-th repeat as in
+training, lies outside the clock and inside the memory. All ranks see the same numbers, so they stop after the
+same one.
 """
 
 import math
@@ -75,7 +76,9 @@ class Meter:
             out_of_time = rows[-1][0, 1] >= deadline_s
             if len(times) >= self._most_repeats or out_of_time or is_certain(slowest):
                 break
-        pass_gb, peak_gb, reserved_gb = (float(np.max([row[:, column] for row in rows])) for column in (2, 3, 4))
+        pass_gb, peak_gb, reserved_gb = (
+            float(np.max([row[:, column] for row in rows])) for column in (2, 3, 4)
+        )
         return Point(
             batch_size=batch_size,
             tokens=tokens,

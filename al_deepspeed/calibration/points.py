@@ -6,7 +6,7 @@ Memory is in GB of 10^9 bytes throughout, as in the column `peak_GB` of a scan's
 import csv
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,13 @@ FloatArray = NDArray[np.float64]
 
 MEASURED = "measured"
 OUT_OF_MEMORY = "out_of_memory"
+IN_FILE = {
+    "batch_size": "B",
+    "tokens": "S",
+    "peak_gb": "peak_GB",
+    "reserved_gb": "reserved_GB",
+    "pass_gb": "pass_GB",
+}
 
 
 @dataclass(frozen=True)
@@ -47,17 +54,14 @@ class Point:
         return (max(self.rank_ms) - min(self.rank_ms)) / max(self.rank_ms) if len(self.rank_ms) > 1 else 0.0
 
     def to_dict(self) -> dict:
-        row = asdict(self)
-        row["shape"] = list(self.shape) if self.shape else None
-        row["rank_ms"] = list(self.rank_ms)
-        return row
+        """As JSON takes it, B, S and memory named as in a scan's CSV."""
+        return {IN_FILE.get(name, name): value for name, value in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, row: Mapping) -> "Point":
-        shape = row.get("shape")
-        return cls(
-            **{**row, "shape": tuple(shape) if shape else None, "rank_ms": tuple(row.get("rank_ms", ()))}
-        )
+        values = {field.name: row[IN_FILE.get(field.name, field.name)] for field in fields(cls)}
+        shape = values["shape"] and tuple(values["shape"])
+        return cls(**{**values, "shape": shape, "rank_ms": tuple(values["rank_ms"])})
 
 
 @dataclass(frozen=True)

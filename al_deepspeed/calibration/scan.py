@@ -1,7 +1,7 @@
 """The scan: chooses, measures and records one point after another in the live engine.
 
-Rank 0 chooses and tells the others; all ranks measure. After each point rank 0 writes what there is beside the
-calibration's own file, so that a scan that was killed goes on with --resume.
+Rank 0 chooses and tells the others; all ranks measure. After each point rank 0 writes what there is beside
+the calibration's own file, so that a scan that was killed goes on with --resume.
 """
 
 import json
@@ -178,11 +178,15 @@ class Scan:
 
     def _end_early(self, failure: dict) -> int:
         point = Point(
-            failure["batch_size"], failure["tokens"], None, shape=tuple(failure["shape"]), status=OUT_OF_MEMORY
+            failure["batch_size"],
+            failure["tokens"],
+            None,
+            shape=tuple(failure["shape"]),
+            status=OUT_OF_MEMORY,
         )
         print(
-            f"rank {failure['rank']} could not allocate memory at B = {point.batch_size}, S = {point.tokens}: "
-            "the point is marked and the scan ends with what it has.",
+            f"rank {failure['rank']} could not allocate memory at B = {point.batch_size}, "
+            f"S = {point.tokens}: the point is marked and the scan ends with what it has.",
             file=sys.stderr,
         )
         self._note(point)

@@ -1,7 +1,10 @@
 """`al-deepspeed calibrate`: makes a calibration from a scan, a table or a run, and predicts with one."""
 
+import contextlib
 import csv
 import json
+import shlex
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +19,35 @@ if TYPE_CHECKING:
 
 
 def run(
+    factory_arguments: Annotated[
+        list[str] | None, typer.Argument(help="After `--`: the factory's own, such as --pretrained NAME.")
+    ] = None,
+    deepspeed_config: Annotated[
+        Path | None,
+        typer.Option(
+            "--deepspeed-config", "--deepspeed_config", help="Scan in the live engine of this ds_config."
+        ),
+    ] = None,
+    factory: Annotated[
+        str | None, typer.Option(help="pkg.mod:function that makes the model and synthetic batches.")
+    ] = None,
+    launcher: Annotated[
+        str, typer.Option(help="Options of the `deepspeed` launcher, in one string: '--num_gpus 8'.")
+    ] = "",
+    budget: Annotated[str, typer.Option(help="Time for the scan: 90s, 5m, 1h.")] = "5m",
+    shapes: Annotated[
+        str | None, typer.Option(help="Latent shapes to scan, FxHxW,..., in place of the manifest's.")
+    ] = None,
+    patch: Annotated[str, typer.Option(help="With --shapes: the model's patch.")] = "1x2x2",
+    largest_batch: Annotated[int, typer.Option(help="B is scanned up to this.")] = 1024,
+    most_repeats: Annotated[int, typer.Option(help="Timed runs of a point, at most.")] = 10,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted scan.")] = False,
     from_scan: Annotated[
         Path | None, typer.Option(help="Fit a table of measured points (CSV: B, S, ms, peak_GB), no engine.")
+    ] = None,
+    from_run: Annotated[
+        Path | None,
+        typer.Option(help="Refit --calibration C from this run's telemetry; C is left out to fit anew."),
     ] = None,
     calibration: Annotated[
         Path | None, typer.Option(help="An existing calibration, to predict with or to choose M_comp for.")
@@ -38,7 +68,8 @@ def run(
         float, typer.Option(help="Share of the device's memory that M_mem may fill.")
     ] = 0.92,
     capacity_gb: Annotated[
-        float | None, typer.Option(help="The device's memory in 10^9 bytes, which gives M_mem.")
+        float | None,
+        typer.Option(help="A rank's memory in 10^9 bytes, which gives M_mem (scan: the device's)."),
     ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="M_mem in tokens, in place of the measured one.")
@@ -53,30 +84,62 @@ def run(
     from al_deepspeed.calibration import assemble, file, points, show
     from al_deepspeed.data.manifest import read_manifest
 
-    sources = {"--from-scan": from_scan, "--calibration": calibration}
-    given = [name for name, value in sources.items() if value]
-    if len(given) != 1:
+    scans = deepspeed_config is not None or factory is not None
+    if scans + bool(from_scan) + bool(from_run or calibration) != 1:
         raise CalibrationError(
-            f"calibrate got {' and '.join(given) or 'no source'}; allowed: one of {', '.join(sources)}."
+            "calibrate takes one source: --deepspeed-config and --factory (a scan), --from-scan FILE, "
+            "--from-run RUN, or --calibration C."
         )
-    if bool(manifest) != bool(world_size):
-        raise CalibrationError("M_comp is chosen from --manifest M and --world-size R together; give both.")
+    if predict and (from_run or not calibration):
+        raise CalibrationError("--predict needs --calibration C alone, the calibration to predict with.")
     if predict:
-        if not calibration:
-            raise CalibrationError("--predict needs --calibration C, the calibration to predict with.")
         _print_predictions(file.read_calibration(calibration), *points.read_requests(predict), as_json)
         return
+    if scans:
+        _launch(
+            launcher,
+            factory_arguments or [],
+            as_json,
+            {
+                "deepspeed_config": deepspeed_config,
+                "factory": factory,
+                "budget": budget,
+                "shapes": shapes,
+                "patch": patch,
+                "largest-batch": largest_batch,
+                "most-repeats": most_repeats,
+                "resume": resume,
+                "manifest": manifest,
+                "world-size": world_size,
+                "out": out,
+                "plot": plot,
+                "form": form,
+                "memory-fraction": memory_fraction,
+                "capacity-gb": capacity_gb,
+                "max-tokens": max_tokens,
+            },
+        )
+        if as_json:
+            print(json.dumps(file.read_calibration(out).to_dict()))
+        return
+    if bool(manifest) != bool(world_size):
+        raise CalibrationError("M_comp is chosen from --manifest M and --world-size R together; give both.")
+    before = file.read_calibration(calibration) if calibration else None
     if from_scan:
         result = assemble.calibrate(
             points.read_scan(from_scan),
             file.Setting(capacity_gb=capacity_gb),
             form=form,
             memory_fraction=memory_fraction,
-            max_tokens=max_tokens,
         )
+    elif from_run:
+        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to standard output from its import on
+            from al_deepspeed.calibration.from_run import read_run, refit
+
+        result = refit(read_run(from_run), before, form=form)
     else:
-        result = file.read_calibration(calibration)
-        result = replace(result, max_tokens=max_tokens or result.max_tokens)
+        result = before
+    result = replace(result, max_tokens=max_tokens or result.max_tokens)
     corpus = read_manifest(manifest).corpus() if manifest else None
     if corpus:
         result = assemble.with_budget(result, corpus, world_size)
@@ -85,6 +148,27 @@ def run(
     show.print_calibration(result, Console(stderr=as_json), corpus)
     if as_json:
         print(json.dumps(result.to_dict()))
+
+
+def _launch(launcher: str, factory_arguments: list[str], as_json: bool, options: dict) -> None:
+    """Starts `deepspeed` with the scan and waits for its end; options that were not given are left out."""
+    missing = [f"--{name}" for name in ("deepspeed_config", "factory") if options[name] is None]
+    if missing:
+        raise CalibrationError(f"a scan also needs {missing[0]}; see `al-deepspeed calibrate --help`.")
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", *shlex.split(launcher)]
+    command += ["--module", "al_deepspeed.calibration"]
+    for name, value in options.items():
+        if value is True:
+            command.append(f"--{name}")
+        elif value not in (None, False):
+            command += [f"--{name}", str(value)]
+    if factory_arguments:
+        command += ["--", *factory_arguments]
+    code = subprocess.run(command, stdout=sys.stderr if as_json else None).returncode
+    if code:
+        if code != 2:
+            print(f"the scan ended with exit code {code}; --resume goes on where it stopped", file=sys.stderr)
+        raise typer.Exit(2 if code == 2 else 1)
 
 
 def _print_predictions(

@@ -1,7 +1,7 @@
 """Factories for `al_deepspeed.calibration`: the tiny Wan, and what can go wrong on one rank.
 
-`--slow SECONDS` makes the last rank sleep in each forward; `--fail-above LOAD` makes an allocation on the last
-rank fail where B*S is above it; `--die-after N` kills every rank in its N-th forward.
+`--slow SECONDS` makes the last rank sleep in each forward; `--fail-above LOAD` makes an allocation on the
+last rank fail where B*S is above it; `--die-after N` kills every rank after its N-th forward.
 """
 
 import argparse
