@@ -208,9 +208,12 @@ Forward forward(const Tensor& x, const Tensor& branch, const Tensor& gate, const
   if (out_dtype.has_value()) {
     out.y = call.empty(x.sizes(), *out_dtype);
     op.y = call.rows(out.y);
-    out.stats = call.empty({2, call.samples, call.tokens}, at::kFloat);
-    op.mean = out.stats.data_ptr<float>();
-    op.rstd = op.mean + call.samples * call.tokens;
+    out.stats = call.empty({rms ? 1 : 2, call.samples, call.tokens}, at::kFloat);
+    op.rstd = out.stats.data_ptr<float>();
+    if (!rms) {
+      op.mean = op.rstd;
+      op.rstd += call.samples * call.tokens;
+    }
   }
   check(adaln_forward(&op, call.stream()));
   return out;
@@ -267,8 +270,11 @@ std::vector<Tensor> backward_cuda(const MaybeTensor& dy, const MaybeTensor& dres
   op.weight = call.vector(get(weight));
   op.bias = call.vector(get(bias));
   if (stats.has_value()) {
-    op.mean = stats->data_ptr<float>();
-    op.rstd = op.mean + call.samples * call.tokens;
+    op.rstd = stats->data_ptr<float>();
+    if (!rms) {
+      op.mean = op.rstd;
+      op.rstd += call.samples * call.tokens;
+    }
   }
   const std::array<const Tensor*, INPUT_COUNT> inputs = {&get(x),    &get(branch), &get(shift), &get(scale),
                                                          &get(gate), &get(weight), &get(bias)};

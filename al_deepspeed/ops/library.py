@@ -2,7 +2,7 @@
 
 Everything is defined here once, so that a machine without a compiler has the same ops. csrc/binding.cpp adds
 the CUDA kernels and, for speed, a C++ autograd function for CUDA; both follow the two rules of this page:
-- saved for backward: the op's inputs and `stats` ([2, samples, tokens]: mean, rstd), nothing else;
+- saved for backward: the op's inputs and `stats` ([2, samples, tokens]: mean, rstd; RMS norm: rstd), no more;
 - `backward` returns the gradients that `wanted` asks for, in the order of `INPUTS`, and computes no others.
 """
 
@@ -48,9 +48,10 @@ def _groups(x: Tensor, cu_seqlens, sequence_first, axis, size, offset) -> refere
 
 
 def _stats(x: Tensor, eps: float, rms: bool, sequence_first: bool) -> Tensor:
-    stats = torch.stack(reference.statistics(x, eps, rms))
+    mean, rstd = reference.statistics(x, eps, rms)
+    stats = torch.stack([rstd] if rms else [mean, rstd])
     stats = stats.transpose(1, 2) if sequence_first else stats
-    return stats.reshape(2, *_extent(x, sequence_first)).contiguous()
+    return stats.reshape(len(stats), *_extent(x, sequence_first)).contiguous()
 
 
 def _adaln_cpu(x, shift, scale, weight, bias, cu, first, axis, size, offset, eps, rms, dtile, out_dtype):
@@ -97,7 +98,8 @@ def _backward_cpu(
     total = None if dresidual_out is None else dresidual_out.to(reference.internal_dtype(dresidual_out))
     if dy is not None:
         normed_input = x if branch is None else reference.gated_residual(x, branch, gate, groups)
-        mean, rstd = (s.transpose(0, 1) if first else s.reshape(x.shape[:-1]) for s in stats)
+        *mean, rstd = (s.transpose(0, 1) if first else s.reshape(x.shape[:-1]) for s in stats)
+        mean = mean[0] if mean else torch.zeros_like(rstd)
         needed = asked | {"x"} if asked & {"branch", "gate"} else asked
         grads = reference.adaln_backward(
             dy, normed_input, scale, weight, bias, shift, mean, rstd, groups, rms, needed
@@ -114,7 +116,7 @@ def _backward_cpu(
 
 
 def _adaln_fake(x, shift, scale, weight, bias, cu, first, axis, size, offset, eps, rms, dtile, out_dtype):
-    stats = x.new_empty((2, *_extent(x, first)), dtype=reference.internal_dtype(x))
+    stats = x.new_empty((1 if rms else 2, *_extent(x, first)), dtype=reference.internal_dtype(x))
     return x.new_empty(x.shape, dtype=out_dtype), stats
 
 
