@@ -46,7 +46,7 @@ def random_stream(seed: int, *path: int) -> np.random.PCG64:
 
 def shuffled(count: int, bits: np.random.PCG64) -> IntArray:
     """A permutation of range(count)."""
-    return np.argsort(bits.random_raw(count), kind="stable")
+    return shuffle_within_buckets(np.zeros(count, dtype=np.int64), bits)
 
 
 def fractions(count: int, bits: np.random.PCG64) -> FloatArray:
@@ -75,10 +75,21 @@ def spread_evenly(group: IntArray, bits: np.random.PCG64) -> FloatArray:
 
 
 def shuffle_within_buckets(bucket: IntArray, bits: np.random.PCG64) -> IntArray:
-    """Places of the samples, bucket by bucket, in random order inside each: one sort of 64-bit keys."""
-    keys = bits.random_raw(len(bucket)) >> np.uint64(24)
-    keys |= bucket.astype(np.uint64) << np.uint64(40)
-    return np.argsort(keys, kind="stable")
+    """Places of the samples, bucket by bucket, in random order inside each.
+
+    One sort of 64-bit keys that hold bucket, random bits and place. No two are equal, so that any sorting
+    algorithm gives the same order, and NumPy may take the one that suits the processor.
+    """
+    place_bits = np.uint64(max(1, len(bucket) - 1).bit_length())
+    bucket_bits = np.uint64(int(bucket.max(initial=0)).bit_length())
+    random_bits = np.uint64(64) - bucket_bits - place_bits
+    keys = bits.random_raw(len(bucket)) >> (np.uint64(64) - random_bits)
+    keys |= bucket.astype(np.uint64) << random_bits
+    keys <<= place_bits
+    keys |= np.arange(len(bucket), dtype=np.uint64)
+    keys.sort()
+    keys &= (np.uint64(1) << place_bits) - np.uint64(1)
+    return keys.view(np.int64)
 
 
 def evenly_chosen(values: np.ndarray, number: int) -> np.ndarray:
