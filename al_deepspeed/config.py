@@ -54,7 +54,7 @@ class DualConstraintBatching(Section):
     max_tokens: int | None = Field(None, gt=0)
     max_cost: float | None = Field(None, gt=0)
     exponent: float | None = Field(None, gt=0)
-    strategy: Literal["equal_token", "dual_constraint"] = "dual_constraint"
+    strategy: Literal["equal_token", "dual_constraint", "balanced"] = "balanced"
     mixing: Literal["corpus", "free"] = "corpus"
     lookahead: int = Field(64, gt=0)
     group_by_shape: bool = False

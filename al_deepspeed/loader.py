@@ -6,7 +6,9 @@ only completed steps move. An iteration starts where training stands: after a `b
 or an epoch's end, `for batch in loader` goes on from there.
 """
 
+import os
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -84,7 +86,7 @@ class PlannedBatches:
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
             pin_memory=pin_memory,
-            worker_init_fn=ignore_stop_signals,
+            worker_init_fn=heed_only_the_rank,
         )
 
     @property
@@ -188,8 +190,16 @@ class DeepSpeedSampler:
         self._sampler.set_custom_curriculum_learning_schedule(schedule)
 
 
-def ignore_stop_signals(_worker: int) -> None:
+def heed_only_the_rank(_worker: int) -> None:
     """For worker processes: the launcher signals a rank's whole process tree, workers first, and without
-    them the rank could not finish its step. They end with their rank, as torch's worker loop sees to."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    them the rank could not finish its step and save. So SIGTERM ends a worker only when its own rank sent it,
+    as Python does at its exit; a handler cannot see the sender, waiting for the signal can."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with(rank_process: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank_process:
+        pass
+    os._exit(0)

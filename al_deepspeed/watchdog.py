@@ -61,9 +61,9 @@ class Watchdog:
     def _give_up(self, micro_step: int) -> None:
         message = (
             f"HangError: no progress for {self._limit_s:.0f} s. {self._describe(micro_step)}\n"
-            "If a module runs for some shapes only, run it on all ranks (with a dummy input, times 0), or set "
-            f"{BATCHING_KEY}.group_by_shape to true, so that the ranks of a micro-step run one shape. If a "
-            f"micro-step may take this long, raise {BATCHING_KEY}.hang_timeout_s; 0 switches this off."
+            "If a module runs for some shapes only, run it on all ranks (with a dummy input, times 0), or "
+            f"set {BATCHING_KEY}.group_by_shape to true, so that the ranks of a micro-step run one shape. If "
+            f"a micro-step may take this long, raise {BATCHING_KEY}.hang_timeout_s; 0 switches this off."
         )
         print(message, file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
