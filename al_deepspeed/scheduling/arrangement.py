@@ -93,11 +93,11 @@ def complete(task: Task, pieces: Pieces, home: int | None = None) -> tuple[Piece
     pieces, splits = split(pieces, missing, home)
     number = missing - splits
     filler = np.arange(len(pieces) + number) >= len(pieces)
-    return concatenate([pieces, _fillers(task, number, home or 0)]), filler, splits
+    return concatenate([pieces, cheapest_sample(task, number, home or 0)]), filler, splits
 
 
-def _fillers(task: Task, number: int, home: int) -> Pieces:
-    """The cheapest sample of the population, again and again."""
+def cheapest_sample(task: Task, number: int, home: int) -> Pieces:
+    """The cheapest sample of the population, `number` times: fillers."""
     present = np.flatnonzero(task.counts)
     bucket = present[np.argmin(task.corpus.tokens[present])]
     columns = (bucket, task.starts[bucket], 1, home)

@@ -19,9 +19,10 @@ from al_deepspeed.scheduling.budget import candidate_budgets
 from al_deepspeed.scheduling.cost import CostModel
 from al_deepspeed.scheduling.shapes import FloatArray, IntArray
 
-CANDIDATES = 300
-ITERATIONS = 60
-TEMPERATURES = 2.0 ** np.arange(-10, 0.1, 0.5)  # of the mean W: from every shape for itself to all alike
+CANDIDATES = 200
+ITERATIONS = 30
+LEAST_POPULARITY = 1e-12  # so that a bucket with room in one class alone finds it
+TEMPERATURES = 2.0 ** np.arange(-9, 0, 0.5)  # of the mean W: from every shape for itself to all alike
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def _blahut_arimoto(
     for _ in range(ITERATIONS):
         share = affinity * popularity
         share /= share.sum(axis=1, keepdims=True)
-        popularity = weight @ share
+        popularity = np.maximum(LEAST_POPULARITY, weight @ share)
     return share
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from al_deepspeed.scheduling.constraints import Limits, batch_sizes, binding_limits, memory_batch_sizes
 from al_deepspeed.scheduling.cost import CostModel
-from al_deepspeed.scheduling.plan import Plan
+from al_deepspeed.scheduling.layout import Plan
 from al_deepspeed.scheduling.shapes import Corpus, FloatArray
 
 

@@ -1,125 +1,39 @@
-"""One epoch, laid out: which samples each rank runs in each micro-step, and with which weight.
+"""One epoch, planned: which samples each rank runs in each micro-step, and with which weight.
 
 A plan is a pure function of (corpus, cost, limits, world size, accumulation, seed, epoch, options), so every
 rank computes the same one and nobody has to talk. All strategies share one path:
-    population -> shuffle within buckets -> the strategy cuts and arranges -> whole steps -> grid
-    [micro_steps, R]
-The result is a few arrays. A micro-batch is a run of `sample_order`; a rank's view is a column; resuming is
-an offset; a report is a sum over an axis.
+    population -> shuffle within buckets -> cut and arrange, whole steps -> grid [micro_steps, R] -> weights
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from al_deepspeed.errors import PlanError
 from al_deepspeed.scheduling.arrangement import Arrangement, Task
 from al_deepspeed.scheduling.balanced import balanced
-from al_deepspeed.scheduling.baselines import dual_constraint, equal_token
+from al_deepspeed.scheduling.baselines import (
+    dual_constraint,
+    dual_constraint_sizes,
+    equal_token,
+    equal_token_sizes,
+)
 from al_deepspeed.scheduling.budget import best_max_cost
 from al_deepspeed.scheduling.constraints import Limits, oversize_buckets
 from al_deepspeed.scheduling.cost import CostModel
+from al_deepspeed.scheduling.curriculum import STRETCHES, Schedule, Stretches, admitted
+from al_deepspeed.scheduling.grouped import group_by_shape
+from al_deepspeed.scheduling.layout import MicroBatch, Plan
 from al_deepspeed.scheduling.options import PlanOptions
-from al_deepspeed.scheduling.pieces import random_stream, shuffle_within_buckets
-from al_deepspeed.scheduling.shapes import Corpus, FloatArray, IntArray
+from al_deepspeed.scheduling.pieces import concatenate, random_stream, shuffle_within_buckets, shuffled
+from al_deepspeed.scheduling.population import draw
+from al_deepspeed.scheduling.shapes import Corpus, IntArray
 from al_deepspeed.scheduling.weights import loss_weights
 
+__all__ = ["STRATEGIES", "MicroBatch", "Plan", "make_plan"]
+
 STRATEGIES = {"equal_token": equal_token, "dual_constraint": dual_constraint, "balanced": balanced}
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """What one rank runs in one forward and backward pass. `cost` is predicted, in the cost model's units."""
-
-    sample_ids: IntArray
-    bucket: int
-    shape: tuple[int, int, int]
-    tokens: int
-    cost: float
-    loss_weight: float
-    filler: bool
-
-
-@dataclass(frozen=True)
-class Plan:
-    """An epoch, or what was left of it when the world changed.
-
-    sample_order: sample ids; a micro-batch is the run [first, first + size).
-    bucket, first, size, cost, loss_weight, filler: grids [micro_steps, R].
-    splits: micro-batches made by halving so that steps are full.
-    dropped: samples that this plan leaves out for good (tail "drop", on_oversize "skip").
-    waiting: samples that no step admitted (curriculum); later epochs hold them again.
-    warnings: sentences for the user, the same on every rank.
-    """
-
-    corpus: Corpus
-    limits: Limits
-    options: PlanOptions
-    accumulation: int
-    sample_order: IntArray
-    bucket: IntArray
-    first: IntArray
-    size: IntArray
-    cost: FloatArray
-    loss_weight: FloatArray
-    filler: np.ndarray
-    splits: int = 0
-    dropped: int = 0
-    waiting: int = 0
-    warnings: tuple[str, ...] = ()
-
-    @property
-    def micro_steps(self) -> int:
-        return self.size.shape[0]
-
-    @property
-    def world_size(self) -> int:
-        return self.size.shape[1]
-
-    @property
-    def steps(self) -> int:
-        return self.micro_steps // self.accumulation
-
-    @property
-    def samples(self) -> IntArray:
-        """Samples that count, a micro-batch: 0 for a filler."""
-        return np.where(self.filler, 0, self.size)
-
-    @property
-    def tokens(self) -> IntArray:
-        """Tokens that count, a micro-batch: 0 for a filler."""
-        return self.samples.astype(np.int64) * self.corpus.tokens[self.bucket]
-
-    def by_step(self, grid: np.ndarray) -> np.ndarray:
-        """Sums of a grid over the micro-batches of each step."""
-        return grid.reshape(self.steps, -1).sum(axis=1)
-
-    def sample_ids(self, micro_step: int, rank: int) -> IntArray:
-        first = self.first[micro_step, rank]
-        return self.sample_order[first : first + self.size[micro_step, rank]]
-
-    def micro_batch(self, micro_step: int, rank: int) -> MicroBatch:
-        bucket = int(self.bucket[micro_step, rank])
-        return MicroBatch(
-            sample_ids=self.sample_ids(micro_step, rank),
-            bucket=bucket,
-            shape=tuple(self.corpus.shapes[bucket].tolist()),
-            tokens=int(self.corpus.tokens[bucket]),
-            cost=float(self.cost[micro_step, rank]),
-            loss_weight=float(self.loss_weight[micro_step, rank]),
-            filler=bool(self.filler[micro_step, rank]),
-        )
-
-    def left_after(self, micro_step: int) -> IntArray:
-        """Sample ids (each as often as the population holds it) that the first `micro_step` micro-steps
-        skip.
-        """
-        done = ~self.filler[:micro_step]
-        first, size = self.first[:micro_step][done], self.size[:micro_step][done]
-        edges = np.zeros(len(self.sample_order) + 1, dtype=np.int32)
-        edges[first] += 1
-        edges[first + size] -= 1
-        return np.sort(self.sample_order[np.cumsum(edges[:-1]) == 0])
 
 
 def make_plan(
@@ -133,6 +47,8 @@ def make_plan(
     epoch: int = 0,
     part: int = 0,
     population: IntArray | None = None,
+    curriculum: Mapping[str, Schedule] | None = None,
+    first_step: int = 0,
     **options,
 ) -> Plan:
     """Plan an epoch.
@@ -144,56 +60,159 @@ def make_plan(
         world_size: R, the data-parallel size. accumulation: G, micro-steps a step.
         seed, epoch, part: what chance depends on. `part` counts changes of the world within the epoch.
         population: sample ids to plan, repeats allowed; left out, what `mixture` makes of the corpus.
+        curriculum: a schedule by metric; samples above the difficulty of a step are not in it.
+        first_step: global step at which the plan begins, counted from 0; only a curriculum asks.
         options: fields of `PlanOptions`.
     """
     choice = PlanOptions(**options)
     if world_size < 1 or accumulation < 1:
-        raise PlanError(
-            f"world size is {world_size} and accumulation is {accumulation}; both must be at least 1."
-        )
+        raise PlanError(f"world size is {world_size}, accumulation {accumulation}; both must be at least 1.")
     if corpus.samples == 0:
         raise PlanError("the corpus holds no sample. At least one is needed; check the manifest.")
     if limits.max_cost is None:
-        limits = Limits(limits.max_tokens, best_max_cost(corpus, cost, limits.max_tokens, world_size)[0])
+        limits = replace(limits, max_cost=best_max_cost(corpus, cost, limits.max_tokens, world_size)[0])
+    if population is None and choice.mixture is not None:
+        population = draw(corpus, choice.mixture, seed, epoch)
     population, skipped, warnings = _without_oversize(corpus, population, limits, choice)
     bits = random_stream(seed, epoch, part)
-    bucket = corpus.bucket if population is None else corpus.bucket[population]
-    order = shuffle_within_buckets(bucket, bits)
-    counts = np.bincount(bucket, minlength=corpus.buckets)
-    task = Task(corpus, counts, cost, limits, world_size, accumulation, choice, bits)
-    arrangement = STRATEGIES[choice.strategy](task)
-    if choice.tail == "split" and len(bucket) < world_size * accumulation:
+    task = Task(corpus, corpus.counts(), cost, limits, world_size, accumulation, choice, bits)
+    if curriculum:
+        ids = np.arange(corpus.samples) if population is None else population
+        order, arrangement, waiting = _arrange_stretches(task, ids, curriculum, first_step, warnings)
+    else:
+        order, arrangement = _arrange(task, population)
+        waiting = 0
+    if choice.tail == "split" and len(order) < task.slots:
         warnings.append(
-            f"{len(bucket)} samples are fewer than the {world_size * accumulation} micro-batches of one step "
+            f"{len(order)} samples are fewer than the {task.slots} micro-batches of one step "
             f"(world size {world_size} x accumulation {accumulation}); fillers of weight 0 complete it."
         )
-    sample_order = (order if population is None else population[order]).astype(_id_type(corpus.samples))
-    return _plan(task, arrangement, sample_order, skipped, tuple(warnings))
+    return _lay_out(task, order, arrangement, skipped, waiting, tuple(warnings))
 
 
-def _plan(task: Task, arrangement: Arrangement, sample_order: IntArray, skipped: int, warnings) -> Plan:
+def _arrange(task: Task, population: IntArray | None) -> tuple[IntArray, Arrangement]:
+    """Shuffle, cut and arrange these samples, or all. Returns their order and the micro-batches."""
+    bucket = task.corpus.bucket if population is None else task.corpus.bucket[population]
+    order = shuffle_within_buckets(bucket, task.bits)
+    task = replace(task, counts=np.bincount(bucket, minlength=task.corpus.buckets))
+    if task.options.group_by_shape:
+        memory_only = task.options.strategy == "equal_token"
+        sizes = equal_token_sizes(task) if memory_only else dual_constraint_sizes(task)
+        arrangement = group_by_shape(task, sizes)
+    else:
+        arrangement = STRATEGIES[task.options.strategy](task)
+    order = order if population is None else population[order]
+    return order.astype(np.int32 if task.corpus.samples < 2**31 else np.int64), arrangement
+
+
+def _arrange_stretches(
+    task: Task, pool: IntArray, curriculum: Mapping[str, Schedule], step: int, warnings: list[str]
+) -> tuple[IntArray, Arrangement, int]:
+    """Arrange stretch after stretch, each from the samples that it admits and no stretch before it used.
+
+    Returns:
+        the order of all samples, those that wait at its end; the micro-batches; how many wait.
+    """
+    least = max(1, task.options.lookahead // task.accumulation, _steps(task, pool) // STRETCHES)
+    stretches = Stretches(task.corpus, curriculum, least)
+    orders, arrangements, placed, lost = [], [], 0, []
+    while len(pool):
+        length, limits = stretches.next(step, _steps(task, pool) + 1)
+        allowed = admitted(stretches.columns, pool, limits)
+        candidates, pool = pool[allowed], pool[~allowed]
+        if len(candidates) == 0:
+            break
+        if len(candidates) < task.slots and task.options.tail == "drop":
+            lost.append(candidates)
+            continue
+        order, arrangement, left = _arrange_steps(task, candidates, length)
+        steps = len(arrangement.pieces) // task.slots
+        if steps < length:  # no more than this could be made of what is admitted
+            lost.append(left)
+        else:
+            pool = np.concatenate([pool, left])
+        pieces = replace(arrangement.pieces, first=arrangement.pieces.first + placed)
+        arrangements.append(replace(arrangement, pieces=pieces))
+        orders.append(order)
+        placed += len(order)
+        step += steps
+    if not arrangements:
+        raise PlanError(
+            f"the curriculum admits too few samples at global step {step + 1}: its difficulties are "
+            f"{dict(zip(curriculum, stretches.limits(step).tolist(), strict=True))}. Raise min_difficulty."
+        )
+    if len(pool):
+        warnings.append(
+            f"the curriculum holds {len(pool)} samples back; the epoch ends early at global step {step}, and "
+            "they are in the next epoch."
+        )
+    whole = Arrangement(
+        concatenate([arrangement.pieces for arrangement in arrangements]),
+        np.concatenate([arrangement.filler for arrangement in arrangements]),
+        sum(arrangement.splits for arrangement in arrangements),
+    )
+    return np.concatenate([*orders, *lost, pool]).astype(orders[0].dtype), whole, len(pool)
+
+
+def _arrange_steps(task: Task, ids: IntArray, steps: int) -> tuple[IntArray, Arrangement, IntArray]:
+    """At most so many steps of these samples, and the samples not used, drawing no more than needed."""
+    share = min(1.0, 1.25 * steps / max(1, _steps(task, ids)))
+    while True:
+        ids = ids[shuffled(len(ids), task.bits)]
+        drawn = len(ids) if share >= 0.8 else int(np.ceil(share * len(ids)))
+        order, arrangement = _arrange(task, np.sort(ids[:drawn]))
+        slots = steps * task.slots
+        if len(arrangement.pieces) >= slots or drawn == len(ids):
+            break
+        share *= 2
+    pieces, filler = arrangement.pieces.take(slice(slots)), arrangement.filler[:slots]
+    used = np.zeros(len(order) + 1, dtype=np.int32)
+    used[pieces.first[~filler]] += 1
+    used[(pieces.first + pieces.size)[~filler]] -= 1
+    unused = np.cumsum(used[:-1]) == 0
+    left = np.concatenate([order[unused], ids[drawn:]])
+    new_place = np.cumsum(~unused) - 1
+    pieces = replace(pieces, first=new_place[pieces.first])
+    return order[~unused], Arrangement(pieces, filler, arrangement.splits), left
+
+
+def _steps(task: Task, ids: IntArray) -> int:
+    """About how many steps these samples make."""
+    counts = np.bincount(task.corpus.bucket[ids], minlength=task.corpus.buckets)
+    return int(np.ceil((counts / dual_constraint_sizes(task)).sum() / task.slots))
+
+
+def _lay_out(
+    task: Task,
+    order: IntArray,
+    arrangement: Arrangement,
+    skipped: int,
+    waiting: int,
+    warnings: tuple[str, ...],
+) -> Plan:
     """Lay an arrangement out as a grid and weigh it."""
     grid = (-1, task.world_size)
-    pieces = arrangement.pieces
+    pieces, choice = arrangement.pieces, task.options
     bucket, size = pieces.bucket.reshape(grid), pieces.size.reshape(grid)
     filler = arrangement.filler.reshape(grid)
     tokens = task.corpus.tokens[bucket]
     return Plan(
         corpus=task.corpus,
         limits=task.limits,
-        options=task.options,
+        options=choice,
         accumulation=task.accumulation,
-        sample_order=sample_order,
+        sample_order=order,
         bucket=bucket.astype(np.int32),
         first=pieces.first.reshape(grid),
         size=size.astype(np.int32),
         cost=task.cost.cost(size, tokens),
         loss_weight=loss_weights(
-            size, tokens, filler, task.accumulation, task.options.loss_weighting, task.options.normalise_by
+            size, tokens, filler, task.accumulation, choice.loss_weighting, choice.normalise_by
         ),
         filler=filler,
         splits=arrangement.splits,
-        dropped=skipped + len(sample_order) - int(size[~filler].sum()),
+        dropped=skipped + len(order) - int(size[~filler].sum()) - waiting,
+        waiting=waiting,
         warnings=warnings,
     )
 
@@ -207,10 +226,10 @@ def _without_oversize(corpus: Corpus, population: IntArray | None, limits: Limit
     sample = int(np.flatnonzero(corpus.bucket == worst)[0])
     found = (
         f"max_tokens is {limits.max_tokens}, but {corpus.sample_name(sample)} has {corpus.tokens[worst]} "
-        f"tokens "
-        f"(shape {'x'.join(map(str, corpus.shapes[worst]))}); {int(corpus.counts()[oversize].sum())} "
-        f"sample(s) "
-        "exceed it alone."
+        f"tokens"
+        f" (shape {'x'.join(map(str, corpus.shapes[worst]))}); {int(corpus.counts()[oversize].sum())} "
+        f"sample(s)"
+        " exceed it alone."
     )
     if choice.on_oversize == "error":
         raise PlanError(f'{found} Raise max_tokens, or set "on_oversize" to "keep" or "skip".')
@@ -222,7 +241,3 @@ def _without_oversize(corpus: Corpus, population: IntArray | None, limits: Limit
     if len(kept) == 0:
         raise PlanError(f'{found} No sample is left with "on_oversize": "skip". Raise max_tokens.')
     return kept, len(population) - len(kept), [f"{found} They are skipped."]
-
-
-def _id_type(samples: int) -> type:
-    return np.int32 if samples < 2**31 else np.int64

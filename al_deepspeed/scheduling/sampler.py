@@ -11,15 +11,19 @@ loading goes back to its first micro-step.
 
 import hashlib
 import json
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
+from typing import Any
 
 from al_deepspeed.errors import PlanError
 from al_deepspeed.scheduling.constraints import Limits
 from al_deepspeed.scheduling.cost import CostModel, cost_to_dict
+from al_deepspeed.scheduling.curriculum import Schedule
+from al_deepspeed.scheduling.layout import MicroBatch, Plan
 from al_deepspeed.scheduling.options import PlanOptions
-from al_deepspeed.scheduling.plan import MicroBatch, Plan, make_plan
-from al_deepspeed.scheduling.shapes import Corpus
+from al_deepspeed.scheduling.plan import make_plan
+from al_deepspeed.scheduling.shapes import Corpus, FloatArray
+from al_deepspeed.scheduling.weights import lr_factors
 
 STATE_VERSION = 1
 
@@ -32,6 +36,7 @@ class PlanSampler:
         rank, world_size: place and number of data-parallel ranks (not of tensor or sequence parallel ones).
         accumulation: micro-steps a step.
         seed: what chance depends on, with the epoch.
+        curriculum: DeepSpeed's `curriculum_metrics` (name -> its settings); empty or None without one.
         options: fields of `PlanOptions`.
     Attributes:
         epoch: the epoch that training stands in.
@@ -48,6 +53,7 @@ class PlanSampler:
         world_size: int,
         accumulation: int = 1,
         seed: int = 0,
+        curriculum: Mapping[str, Mapping[str, Any]] | None = None,
         **options,
     ) -> None:
         if not 0 <= rank < world_size:
@@ -55,8 +61,11 @@ class PlanSampler:
         self.corpus, self.cost, self.limits = corpus, cost, limits
         self.rank, self.world_size, self.accumulation, self.seed = rank, world_size, accumulation, seed
         self.options = PlanOptions(**options)
+        self._curriculum_settings = {name: dict(values) for name, values in (curriculum or {}).items()}
+        self._schedules = schedules_of(self._curriculum_settings)
         self.epoch = 0
         self.position = 0
+        self._steps_before_epoch = 0
         self._earlier_parts: list[tuple[int, int, int]] = []
         self._plan: Plan | None = None
 
@@ -90,16 +99,33 @@ class PlanSampler:
             )
         self.position += micro_steps
         if self.position == self.plan.micro_steps:
+            steps = self._steps_before_part() + self.plan.steps
             self.set_epoch(self.epoch + 1)
+            self._steps_before_epoch = steps
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch."""
         self.epoch, self.position, self._earlier_parts, self._plan = epoch, 0, [], None
 
+    def lr_factors(self, scaling: str, base: float | None = None) -> FloatArray:
+        """Learning-rate factor of each step of the current plan; see `weights.lr_factors`."""
+        return lr_factors(self.plan.step_samples, scaling, base)
+
+    def set_custom_curriculum_learning_schedule(self, schedule: Mapping[str, Callable[[int], float]]) -> None:
+        """Give the functions of global step (from 1 on) that metrics with schedule_type "custom" need.
+
+        As in DeepSpeed, they are not part of a checkpoint: give them again before resuming.
+        """
+        for name, function in schedule.items():
+            if name in self._schedules:
+                self._schedules[name] = replace(self._schedules[name], difficulty=function)
+        self._plan = None
+
     @property
     def planning_fingerprint(self) -> str:
         """Digest of everything a plan depends on beside the corpus, the epoch and the world."""
         inputs = [cost_to_dict(self.cost), asdict(self.limits), asdict(self.options), self.seed]
+        inputs.append(self._curriculum_settings)
         return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
     def state_dict(self) -> dict:
@@ -108,6 +134,7 @@ class PlanSampler:
         return {
             "version": STATE_VERSION,
             "epoch": self.epoch,
+            "steps_before_epoch": self._steps_before_epoch,
             "seed": self.seed,
             "parts": [list(part) for part in parts],
             "manifest": self.corpus.fingerprint,
@@ -123,11 +150,11 @@ class PlanSampler:
                 "Resume with the release that saved it."
             )
         self._check("manifest", state["manifest"], self.corpus.fingerprint, "its rows changed since")
-        self._check(
-            "planning", state["planning"], self.planning_fingerprint, "cost, limits, options or seed changed"
-        )
+        planning, reason = self.planning_fingerprint, "cost, limits, options, seed or curriculum changed"
+        self._check("planning", state["planning"], planning, reason)
         parts = [(ranks, group, done // group * group) for ranks, group, done in state["parts"]]
         self.set_epoch(state["epoch"])
+        self._steps_before_epoch = state["steps_before_epoch"]
         if parts[-1][:2] == (self.world_size, self.accumulation):
             self.position = parts.pop()[2]
         self._earlier_parts = [part for part in parts if part[2] > 0]
@@ -137,27 +164,67 @@ class PlanSampler:
         if saved != current:
             raise PlanError(
                 f"the saved position belongs to {name} fingerprint {saved}, but this run has {current}: "
-                f"{reason}. "
-                "Restore what the checkpoint was made with, or start a new epoch without the sampler state."
+                f"{reason}."
+                " Restore what the checkpoint was made with, or start a new epoch without the sampler state."
             )
+
+    def _steps_before_part(self) -> int:
+        """Global steps done before the current part began."""
+        earlier = sum(consumed // accumulation for _, accumulation, consumed in self._earlier_parts)
+        return self._steps_before_epoch + earlier
 
     def _make_plan(self) -> Plan:
         """Replay the earlier parts of the epoch, then plan what they left."""
-        population = None
-        for part, (world_size, accumulation, consumed) in enumerate(self._earlier_parts):
-            population = self._plan_part(part, world_size, accumulation, population).left_after(consumed)
-        return self._plan_part(len(self._earlier_parts), self.world_size, self.accumulation, population)
+        population, step = None, self._steps_before_epoch
+        worlds = [*self._earlier_parts, (self.world_size, self.accumulation, 0)]
+        for part, (world_size, accumulation, consumed) in enumerate(worlds):
+            plan = make_plan(
+                self.corpus,
+                self.cost,
+                self.limits,
+                world_size=world_size,
+                accumulation=accumulation,
+                seed=self.seed,
+                epoch=self.epoch,
+                part=part,
+                population=population,
+                curriculum=self._schedules,
+                first_step=step,
+                **asdict(self.options),
+            )
+            if part < len(self._earlier_parts):
+                population = plan.left_after(consumed)
+                step += consumed // accumulation
+        return plan
 
-    def _plan_part(self, part: int, world_size: int, accumulation: int, population) -> Plan:
-        return make_plan(
-            self.corpus,
-            self.cost,
-            self.limits,
-            world_size=world_size,
-            accumulation=accumulation,
-            seed=self.seed,
-            epoch=self.epoch,
-            part=part,
-            population=population,
-            **asdict(self.options),
+
+def schedules_of(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, Schedule]:
+    """Schedules from DeepSpeed's `curriculum_metrics`, by DeepSpeed's own scheduler.
+
+    `difficulty_type` "percentile" compares ranks in place of values; what DeepSpeed needs index files for
+    comes from the manifest here.
+    """
+    if not metrics:
+        return {}
+    from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
+
+    schedules = {}
+    for name, settings in metrics.items():
+        percentile = settings.get("difficulty_type", "value") == "percentile"
+        scheduler = CurriculumScheduler(dict(settings))
+        custom = settings["schedule_type"] == "custom"
+        schedules[name] = Schedule(
+            _missing_custom(name) if custom else scheduler.get_difficulty,
+            int(settings["max_difficulty"]) if percentile else None,
         )
+    return schedules
+
+
+def _missing_custom(name: str) -> Callable[[int], float]:
+    def difficulty(_step: int) -> float:
+        raise PlanError(
+            f'curriculum metric {name!r} has schedule_type "custom" and no function yet. Call '
+            "engine.set_custom_curriculum_learning_schedule({" + repr(name) + ": function}) before training."
+        )
+
+    return difficulty
