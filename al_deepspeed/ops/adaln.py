@@ -52,14 +52,7 @@ def adaln(
         norm: "layer" or "rms".
         backward: "one_pass", the paper's "dtile", or "auto".
     """
-    placed = place(
-        x,
-        {"shift": shift, "scale": scale},
-        layout=layout,
-        cu_seqlens=cu_seqlens,
-        token_offset=token_offset,
-        tokens_per_group=tokens_per_group,
-    )
+    placed = place(x, None, shift, scale, layout, cu_seqlens, token_offset, tokens_per_group)
     rms, dtile, out_dtype = _options(x, weight, bias, norm, backward, out_dtype)
     if not uses_ops(x):
         groups = reference.Groups(x.shape, placed, cu_seqlens)
@@ -93,14 +86,7 @@ def residual_adaln(
     placed like shift and scale. The other arguments are those of `adaln`.
     """
     _same_shape(residual, branch)
-    placed = place(
-        residual,
-        {"gate": gate, "shift": shift, "scale": scale},
-        layout=layout,
-        cu_seqlens=cu_seqlens,
-        token_offset=token_offset,
-        tokens_per_group=tokens_per_group,
-    )
+    placed = place(residual, gate, shift, scale, layout, cu_seqlens, token_offset, tokens_per_group)
     rms, dtile, out_dtype = _options(residual, weight, bias, norm, backward, out_dtype)
     if not uses_ops(residual):
         groups = reference.Groups(residual.shape, placed, cu_seqlens)
@@ -135,14 +121,7 @@ def gated_residual(
 ) -> Tensor:
     """residual + branch * gate in fp32, rounded to residual's dtype. Arguments as in `residual_adaln`."""
     _same_shape(residual, branch)
-    placed = place(
-        residual,
-        {"gate": gate},
-        layout=layout,
-        cu_seqlens=cu_seqlens,
-        token_offset=token_offset,
-        tokens_per_group=tokens_per_group,
-    )
+    placed = place(residual, gate, None, None, layout, cu_seqlens, token_offset, tokens_per_group)
     if not uses_ops(residual):
         return reference.gated_residual(
             residual, branch, gate, reference.Groups(residual.shape, placed, cu_seqlens)

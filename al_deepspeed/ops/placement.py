@@ -47,25 +47,33 @@ class Rows(NamedTuple):
 
 def place(
     x: torch.Tensor,
-    modulations: dict[str, torch.Tensor | None],
-    *,
+    gate: torch.Tensor | None,
+    shift: torch.Tensor | None,
+    scale: torch.Tensor | None,
     layout: str | None = None,
     cu_seqlens: torch.Tensor | None = None,
     token_offset: int = 0,
     tokens_per_group: int | None = None,
 ) -> Placement:
-    """The one placement that all given modulations agree on.
+    """The one placement that all given modulations agree on; a call whose shapes were seen before is cheap.
 
     Raises:
         ValueError: a shape that fits no rule, fits two, or disagrees with another; both shapes are printed.
     """
-    shapes = tuple((name, m.shape) for name, m in modulations.items() if m is not None)
-    segments = None if cu_seqlens is None else cu_seqlens.numel() - 1
     read = _place if torch.compiler.is_compiling() else _place_cached
-    return read(x.shape, shapes, layout, segments, token_offset, tokens_per_group)
+    return read(
+        x.shape,
+        None if gate is None else gate.shape,
+        None if shift is None else shift.shape,
+        None if scale is None else scale.shape,
+        layout,
+        None if cu_seqlens is None else cu_seqlens.numel() - 1,
+        token_offset,
+        tokens_per_group,
+    )
 
 
-def _place(x_shape, modulations, layout, segments, token_offset, tokens_per_group) -> Placement:
+def _place(x_shape, gate, shift, scale, layout, segments, token_offset, tokens_per_group) -> Placement:
     if layout is not None and layout not in LAYOUTS:
         raise ValueError(
             f"layout is {layout!r}; allowed: {', '.join(map(repr, LAYOUTS))}, or None to infer it"
@@ -82,7 +90,9 @@ def _place(x_shape, modulations, layout, segments, token_offset, tokens_per_grou
     if not candidates:
         raise ValueError(f'layout "sbd" needs x of shape [S, B, D]; x has shape {tuple(x_shape)}')
     chosen = None
-    for name, shape in modulations:
+    for name, shape in (("gate", gate), ("shift", shift), ("scale", scale)):
+        if shape is None:
+            continue
         found = []  # readings that differ: [(row map, placement)]
         for rows in candidates if shape[-1] == x_shape[-1] else ():
             for placement in _readings(rows, shape[:-1], segments, token_offset, tokens_per_group):
