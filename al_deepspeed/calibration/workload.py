@@ -11,7 +11,8 @@ A factory is a function of the user's, named `pkg.mod:function`:
 
     def loss(engine, batch): ...                   # a scalar, computed as in the training loop
 
-`arguments` are those after `--` on the command line, such as `--pretrained NAME`. A batch is a tensor, or
+`arguments` are those after `--` on the command line, such as `--pretrained NAME`. What the factory changes in
+`ds_config`, as the training script does by its own options, holds for the engine too. A batch is a tensor, or
 lists, tuples and dicts of tensors; it is moved to the device before the clock starts.
 """
 

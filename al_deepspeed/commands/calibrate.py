@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -164,7 +165,9 @@ def _launch(launcher: str, factory_arguments: list[str], as_json: bool, options:
             command += [f"--{name}", str(value)]
     if factory_arguments:
         command += ["--", *factory_arguments]
-    code = subprocess.run(command, stdout=sys.stderr if as_json else None).returncode
+    scripts = Path(sys.executable).parent  # DeepSpeed compiles its ops by the ninja that lies there
+    environment = {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ.get('PATH', '')}"}
+    code = subprocess.run(command, stdout=sys.stderr if as_json else None, env=environment).returncode
     if code:
         if code != 2:
             print(f"the scan ended with exit code {code}; --resume goes on where it stopped", file=sys.stderr)
