@@ -51,7 +51,8 @@ def run(
         int, typer.Option(min=1, help="Longest clip; clips have 4k+1 frames (for a stride of 4).")
     ] = 81,
     frames: Annotated[
-        str | None, typer.Option(help="Allow these lengths alone, such as 1,17,33,81.", show_default=False)
+        str | None,
+        typer.Option(help="Allow videos these lengths alone, such as 17,33,81.", show_default=False),
     ] = None,
     all_sizes: Annotated[
         bool,

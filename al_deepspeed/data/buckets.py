@@ -21,7 +21,7 @@ class Buckets:
     areas: pixels a frame.
     aspects: width / height.
     max_frames: the longest clip; any length of whole latent frames up to it is allowed ...
-    lengths: ... or only these, in frames.
+    lengths: ... or only these, in frames; pictures have one in any case.
     multiple: pixels a patch of the model, to which sides are rounded.
     temporal_stride: frames a latent frame after the first, so lengths are this times k plus 1.
     """

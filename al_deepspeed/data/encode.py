@@ -49,7 +49,7 @@ class Cut:
     def wanted(self, media: Media) -> list[Clip]:
         """The clips to take from a picture or video."""
         sizes = self.buckets.sizes(media.height, media.width)
-        lengths = self.buckets.clip_lengths(media.frames)
+        lengths = self.buckets.clip_lengths(media.frames) if media.frames > 1 else [1]
         if not lengths:
             raise CorpusError(
                 f"has {media.frames} frames; the shortest length in --frames is {min(self.buckets.lengths)}"

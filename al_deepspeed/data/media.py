@@ -39,8 +39,8 @@ class Media(ABC):
     fps: float | None
 
     @abstractmethod
-    def clips(self, wanted: list[Clip]) -> list[np.ndarray]:
-        """Frames of each clip, uint8 RGB [length, height, width, 3]."""
+    def clips(self, wanted: list[Clip]) -> Iterator[np.ndarray]:
+        """Frames of each clip in turn, uint8 RGB [length, height, width, 3]."""
 
 
 def open_media(
@@ -83,8 +83,8 @@ class Picture(Media):
         self.width, self.height = self._image.size
         self.frames, self.fps = 1, None
 
-    def clips(self, wanted: list[Clip]) -> list[np.ndarray]:
-        return [_fit(self._image, clip.size)[None] for clip in wanted]
+    def clips(self, wanted: list[Clip]) -> Iterator[np.ndarray]:
+        return (_fit(self._image, clip.size)[None] for clip in wanted)
 
 
 class Video(Media):
@@ -108,25 +108,27 @@ class Video(Media):
             self._shown = self._shown[:limit]
         self.frames, self.fps = len(self._shown), fps or self._rate
 
-    def clips(self, wanted: list[Clip]) -> list[np.ndarray]:
-        """Decodes up to the last asked frame."""
-        uses: dict[int, list[tuple[int, int]]] = {}
-        for number, clip in enumerate(wanted):
-            for position in range(clip.length):
-                uses.setdefault(int(self._shown[clip.start + position]), []).append((number, position))
-        results = [np.empty((clip.length, *clip.size, 3), dtype=np.uint8) for clip in wanted]
+    def clips(self, wanted: list[Clip]) -> Iterator[np.ndarray]:
+        """Decodes up to the last asked frame; clips of one size that overlap share their frames."""
+        needed: dict[int, set[Size]] = {}
+        for clip in wanted:
+            for index in self._indices(clip):
+                needed.setdefault(index, set()).add(clip.size)
+        taken: dict[tuple[int, Size], np.ndarray] = {}
         with _decoding(), closing(self._decode()) as frames:
             for index, frame in enumerate(frames):
-                image = _upright(frame) if index in uses else None
-                scaled: dict[Size, np.ndarray] = {}
-                for number, position in uses.pop(index, ()):
-                    size = wanted[number].size
-                    if size not in scaled:
-                        scaled[size] = _fit(image, size)
-                    results[number][position] = scaled[size]
-                if not uses:
-                    return results
-        raise CorpusError(f"cannot be decoded a second time: frame {min(uses)} did not come back")
+                if index in needed:
+                    image = _upright(frame)
+                    taken |= {(index, size): _fit(image, size) for size in needed.pop(index)}
+                if not needed:
+                    break
+        if needed:
+            raise CorpusError(f"cannot be decoded a second time: frame {min(needed)} did not come back")
+        for clip in wanted:
+            yield np.stack([taken[index, clip.size] for index in self._indices(clip)])
+
+    def _indices(self, clip: Clip) -> list[int]:
+        return self._shown[clip.start : clip.start + clip.length].tolist()
 
     def _decode(self) -> Iterator[av.VideoFrame]:
         options = {"format_whitelist": FORMATS, "protocol_whitelist": "file"}
