@@ -64,7 +64,7 @@ def best_classes(
             costs.
     """
     largest = np.minimum(largest, counts)
-    target = _candidate_targets(tokens, largest, cost)
+    target = _candidate_targets(tokens, largest, cost, int(min(CANDIDATES, 16 * (1 + windows))))
     fits = np.stack([cost.largest_batch(tokens, value) for value in target], axis=1)
     menu = _Menu(target, np.minimum(largest[:, None], fits), counts, riders)
     mean_time = float(menu.time.min(axis=1) @ counts / counts.sum())
@@ -91,9 +91,9 @@ class _Menu:
         return np.where(self.size > 0, self.target / np.maximum(self.size, 1), np.inf)
 
 
-def _candidate_targets(tokens: IntArray, largest: IntArray, cost: CostModel) -> FloatArray:
+def _candidate_targets(tokens: IntArray, largest: IntArray, cost: CostModel, points: int) -> FloatArray:
     """Costs that some micro-batch has; the cost of the longest sample alone is among them."""
-    costs = candidate_budgets(tokens, cost, largest, CANDIDATES)
+    costs = candidate_budgets(tokens, cost, largest, points)
     return np.unique(np.append(costs, cost.cost(1, tokens.max())))
 
 

@@ -44,7 +44,8 @@ class CostModel:
     def largest_batch(self, tokens, budget: float) -> np.ndarray:
         """The largest B >= 0 with cost(B, S) <= budget, int64."""
         room = (self.unfloored(budget) - self.intercept) * (1 + _SLACK)
-        return np.floor(max(0.0, room) / self.sample_cost(tokens) + _SLACK).astype(np.int64)
+        most = np.floor(max(0.0, room) / self.sample_cost(tokens) + _SLACK)
+        return np.minimum(most, 2.0**62).astype(np.int64)
 
     def unfloored(self, budget: float) -> float:
         """What intercept + B * sample_cost(S) may be for a cost within the budget; 0 where nothing may."""
