@@ -130,3 +130,12 @@ def test_memory_of_the_measured_scan_is_predicted_where_held_out(scan):
     held_out = np.array(memory.held_out)
     assert np.median(held_out) <= 0.03
     assert held_out[scan.batch_size * scan.tokens >= 30_000].max() <= 0.03
+
+
+@pytest.mark.parametrize("budget", [50.0, 60.0, 61.0, 75.0, 200.0, 5000.0])
+def test_the_largest_batch_under_a_rounded_floor_is_the_last_within_the_budget(budget):
+    cost = SURFACES["rounded"][1]
+    tokens = np.array([256, 4096, 32768])
+    largest = cost.largest_batch(tokens, budget)
+    counted = [sum(cost.cost(np.arange(1, 5000), length) <= budget) for length in tokens]
+    np.testing.assert_array_equal(largest, counted)

@@ -7,10 +7,12 @@ import torch.distributed as dist
 from deepspeed.utils import logger
 
 from al_deepspeed.calibration.assemble import with_budget
-from al_deepspeed.calibration.file import Calibration, parse_calibration, write_calibration
+from al_deepspeed.calibration.file import Calibration, parse_calibration, read_calibration, write_calibration
 from al_deepspeed.calibration.from_run import read_run, refit, run_ratio
 from al_deepspeed.errors import CalibrationError
 from al_deepspeed.scheduling.shapes import Corpus
+
+FILE_NAME = "calibration-after-epoch-{}.json"
 
 
 def recalibrate(
@@ -25,12 +27,23 @@ def recalibrate(
     if dist.get_rank() == 0:
         try:
             after = _refitted(before, run_dir, corpus, world_size, epoch)
-            write_calibration(after, run_dir / f"calibration-after-epoch-{epoch}.json")
+            write_calibration(after, run_dir / FILE_NAME.format(epoch))
             told = [after.to_dict()]
         except CalibrationError as error:
             logger.warning(f"no recalibration after epoch {epoch}: {error}")
     dist.broadcast_object_list(told, src=0)
     return before if told[0] is None else parse_calibration(told[0], f"recalibration after epoch {epoch}")
+
+
+def recall(run_dir: Path, epoch: int) -> Calibration | None:
+    """The calibration that an epoch is planned by, for a resume: the latest made before it. Collective."""
+    told: list[dict | None] = [None]
+    if dist.get_rank() == 0:
+        paths = (run_dir / FILE_NAME.format(earlier) for earlier in reversed(range(epoch)))
+        path = next((path for path in paths if path.is_file()), None)
+        told = [path and read_calibration(path).to_dict()]
+    dist.broadcast_object_list(told, src=0)
+    return None if told[0] is None else parse_calibration(told[0], f"the recalibration before epoch {epoch}")
 
 
 def _refitted(before: Calibration, run_dir: Path, corpus: Corpus, world_size: int, epoch: int) -> Calibration:

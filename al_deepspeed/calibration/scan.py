@@ -130,7 +130,8 @@ class Scan:
         """Rank 0's choice, told to all."""
         choice: list[int | None] = [None]
         if dist.get_rank() == 0:
-            budget_s = (1 - SPREAD_SHARE) * self._options.budget_s
+            kept = SPREAD_SHARE if dist.get_world_size() > 1 else 0.0
+            budget_s = (1 - kept) * self._options.budget_s
             left_s = budget_s - self._used_before_s - self._meter.elapsed_s
             limit_gb = self._options.memory_fraction * self._progress.capacity_gb
             points = self._progress.points
