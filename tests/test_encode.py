@@ -80,9 +80,8 @@ def test_killed_and_resumed_gives_the_same_bytes(source, tmp_path):
     for number in range(30):
         shutil.copy(shipped("skimage", "data/astronaut.png"), source / f"large_{number:02d}.png")
     options = ["--areas", "256x256", "--sources-per-shard", "2", "--text-width", "4"]
-    command = [sys.executable, "-m", "al_deepspeed.cli", "encode", str(source), *options, "--out"]
-    script = "import sys; from al_deepspeed.cli import main; sys.argv[0] = 'al-deepspeed'; main()"
-    command[1:3] = ["-c", script]
+    script = "from al_deepspeed.cli import main; main()"
+    command = [sys.executable, "-c", script, "encode", str(source), *options, "--out"]
     out = tmp_path / "killed"
     process = subprocess.Popen([*command, str(out)], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
