@@ -144,7 +144,10 @@ def bound(true: torch.Tensor, dtype: torch.dtype) -> float:
 
 
 def check(case: Case, device: str, given: dict | None = None) -> None:
-    """Outputs and all gradients against the truth, each within `bound`; gradients in their input's dtype."""
+    """Outputs and all gradients against the truth, each within `bound`; gradients in their input's dtype.
+
+    The gate's gradient is a sum over the stream's gradient, which PyTorch itself rounds to x's dtype first.
+    """
     given = tensors(case, device) if given is None else given
     exact = {name: t.detach().double().requires_grad_() for name, t in given.items()}
     found, true = call(case, given, device), truth(case, exact)
@@ -153,7 +156,10 @@ def check(case: Case, device: str, given: dict | None = None) -> None:
     grads, true_grads = gradients(found, given), gradients(true, exact)
     for name, grad in grads.items():
         assert grad.dtype == given[name].dtype and grad.shape == given[name].shape
-        assert relative(grad, true_grads[name]) <= bound(true_grads[name], grad.dtype), name
+        limit = bound(true_grads[name], grad.dtype)
+        if name == "gate":
+            limit += bound(true_grads[name], case.x_dtype)
+        assert relative(grad, true_grads[name]) <= limit, name
 
 
 PLACES = [
@@ -322,8 +328,8 @@ class Cases:
             x = (mean + ramp).float().expand(4, 3, 512).contiguous().to(self.device)
             true = F.layer_norm(x.double(), (512,), eps=1e-6)
             error = relative(adaln(x), true)
-            assert error <= 1e-3
-            assert error <= 1.01 * relative(F.layer_norm(x, (512,), eps=1e-6), true) + 1e-7
+            theirs = relative(F.layer_norm(x, (512,), eps=1e-6), true)
+            assert error <= min(1e-3, 1.01 * theirs + 1e-6), f"mean {mean}: {error}, PyTorch {theirs}"
 
     def test_autocast_keeps_the_dtypes_of_the_call(self):
         case = mixed(Case(op="residual_adaln", features=64), (BF16, BF16, FP32, None))

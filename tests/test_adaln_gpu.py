@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from adaln_cases import BF16, FP16, FP32, MIXES, Calls, Case, Cases, call, check, mixed, relative, tensors
+from adaln_cases import BF16, FP32, MIXES, Calls, Case, Cases, call, check, mixed, relative, tensors
 
 from al_deepspeed.ops import adaln, backend, gated_residual, residual_adaln
 
@@ -149,7 +149,7 @@ def test_training_steps_agree_with_the_reference():
         layer = torch.nn.Linear(256, 256).cuda()
         six = torch.nn.Parameter(torch.randn(6, 2, 256, device="cuda") * 0.1)
         x, target = torch.randn(2, 2, 64, 256, device="cuda")
-        optimizer = torch.optim.SGD([*layer.parameters(), six], lr=0.05)
+        optimizer = torch.optim.SGD([*layer.parameters(), six], lr=2.0)
         found = []
         backend.set_backend(chosen)
         try:
@@ -166,7 +166,7 @@ def test_training_steps_agree_with_the_reference():
         return torch.tensor(found)
 
     fused, plain = losses("cuda"), losses("reference")
-    assert plain[-1] < 0.98 * plain[0]
+    assert plain[-1] < 0.9 * plain[0]
     torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-5)
 
 
@@ -184,7 +184,7 @@ def test_host_work_does_not_wait_for_the_device():
     assert busy, f"the call took {waited:.2f} s"
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_wan_blocks_equal_the_original(dtype):
     diffusers = pytest.importorskip("diffusers")
     from al_deepspeed.ops.wan import use_fused_adaln
@@ -204,7 +204,7 @@ def test_wan_blocks_equal_the_original(dtype):
         return {"y": y} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
     expected, found = run(False), run(True)
-    limit = {FP32: 1e-4, BF16: 3e-2, FP16: 5e-3}[dtype]  # tf32-free fp32; halves round at other places
+    limit = {FP32: 1e-4, BF16: 3e-2}[dtype]  # bf16 rounds at other places
     for name in (
         "y",
         "blocks.0.scale_shift_table",
