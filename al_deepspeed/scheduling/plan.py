@@ -74,6 +74,8 @@ def make_plan(
     if population is None and choice.mixture is not None:
         population = draw(corpus, choice.mixture, seed, epoch)
     population, skipped, warnings = _without_oversize(corpus, population, limits, choice)
+    if choice.strategy == "balanced" and choice.mixing == "free" and len(set(corpus.kinds)) > 1:
+        warnings.append('mixing is "free": steps do not keep the corpus\'s mix of kinds; see kind_weight.')
     bits = random_stream(seed, epoch, part)
     task = Task(corpus, corpus.counts(), cost, limits, world_size, accumulation, choice, bits)
     if curriculum:

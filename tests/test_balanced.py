@@ -1,0 +1,136 @@
+"""The balanced strategy: what it must reach, and its parts by hand."""
+
+import numpy as np
+import pytest
+from corpora import MIX_MEMORY, RELATIVE, WAN, corpus_of, mixed_corpus
+
+from al_deepspeed.errors import PlanError
+from al_deepspeed.scheduling.classes import best_classes
+from al_deepspeed.scheduling.constraints import Limits
+from al_deepspeed.scheduling.filling import moves_up
+from al_deepspeed.scheduling.metrics import plan_metrics
+from al_deepspeed.scheduling.pieces import spread_evenly
+from al_deepspeed.scheduling.plan import make_plan
+from al_deepspeed.scheduling.steps import order_micro_steps
+
+PAPER = Limits(MIX_MEMORY, 75600.0**2, exponent=2.0)
+LONGEST_ALONE = Limits(MIX_MEMORY, float(WAN.cost(1, 75600)))
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return mixed_corpus(200_000)
+
+
+def metrics_of(corpus, strategy, world_size, accumulation, limits=PAPER, **options):
+    plan = make_plan(
+        corpus, WAN, limits, world_size=world_size, accumulation=accumulation, strategy=strategy, **options
+    )
+    return plan_metrics(plan)
+
+
+@pytest.mark.parametrize("limits", [PAPER, LONGEST_ALONE], ids=["paper", "longest"])
+@pytest.mark.parametrize("world_size", [16, 256])
+def test_free_loads_every_rank_alike(corpus, world_size, limits):
+    equal = metrics_of(corpus, "equal_token", world_size, 1)
+    free = metrics_of(corpus, "balanced", world_size, 1, limits, mixing="free")
+    assert free["efficiency"] >= 0.99
+    assert free["imbalance"] <= 0.01
+    assert free["tokens_per_s"] >= {16: 1.55, 256: 1.62}[world_size] * equal["tokens_per_s"]
+
+
+@pytest.mark.parametrize("limits", [PAPER, LONGEST_ALONE], ids=["paper", "longest"])
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("world_size", [16, 256])
+def test_corpus_mixing_loads_alike_and_keeps_the_mix(corpus, world_size, accumulation, limits):
+    equal = metrics_of(corpus, "equal_token", world_size, accumulation)
+    chance = metrics_of(corpus, "dual_constraint", world_size, accumulation, limits)
+    ours = metrics_of(corpus, "balanced", world_size, accumulation, limits)
+    assert ours["efficiency"] >= 0.97
+    assert ours["tokens_per_s"] >= {16: 1.52, 256: 1.58}[world_size] * equal["tokens_per_s"]
+    assert ours["steps_without_image"] <= chance["steps_without_image"]
+    image, by_chance = ours["kind_weight"]["image"], chance["kind_weight"]["image"]
+    assert by_chance - 0.02 <= image <= by_chance + 0.10
+    if accumulation == 4:
+        assert ours["step_token_cv"] <= 0.14
+        assert ours["step_sample_cv"] <= 1.5 * chance["step_sample_cv"]
+
+
+def test_a_longer_look_ahead_balances_better(corpus):
+    efficiencies = [
+        metrics_of(corpus, "balanced", 16, 1, lookahead=lookahead)["efficiency"] for lookahead in (1, 4, 64)
+    ]
+    assert efficiencies == sorted(efficiencies)
+    assert efficiencies[0] < efficiencies[-1] - 0.1
+
+
+def test_grouped_by_shape_is_balanced_too(corpus):
+    plan = make_plan(corpus, WAN, PAPER, world_size=16, accumulation=4, group_by_shape=True)
+    assert (plan.bucket == plan.bucket[:, :1]).all()
+    assert plan_metrics(plan)["efficiency"] > 0.98
+    with pytest.raises(PlanError, match="max_variants and group_by_shape"):
+        make_plan(corpus, WAN, PAPER, world_size=16, group_by_shape=True, max_variants=99)
+
+
+def test_one_rank_has_nothing_to_wait_for(corpus):
+    assert metrics_of(corpus, "balanced", 1, 4)["efficiency"] == 1.0
+
+
+def test_two_shapes_of_commensurable_cost_share_one_class():
+    # S = 10 and 20 cost 100 and 400 a sample: four short ones cost as much as a long one.
+    tokens, counts = np.array([10, 20]), np.array([400, 100])
+    classes = best_classes(
+        tokens, counts, np.array([40, 10]), RELATIVE, windows=1, price=0.0, riders=np.zeros(2, dtype=bool)
+    )
+    assert classes.information == pytest.approx(0)
+    assert (RELATIVE.cost(classes.size, tokens[:, None]) == classes.target).all()
+    assert classes.rank_time == pytest.approx(400 * 100 + 100 * 400)
+
+
+def test_shapes_that_cannot_meet_part_unless_the_window_is_short():
+    tokens, counts, largest = np.array([70, 100]), np.array([500, 500]), np.array([1, 1])
+    riders = np.zeros(2, dtype=bool)
+    apart = best_classes(tokens, counts, largest, RELATIVE, windows=64, price=0.0, riders=riders)
+    assert apart.target.tolist() == [4900, 10000]
+    assert apart.share == pytest.approx(np.eye(2), abs=1e-6)
+    together = best_classes(tokens, counts, largest, RELATIVE, windows=1, price=0.0, riders=riders)
+    assert together.target.tolist() == [10000]
+
+
+def test_riders_keep_their_proportion_in_every_class_with_room():
+    tokens, counts, largest = np.array([10, 70, 100]), np.array([600, 500, 500]), np.array([5, 1, 1])
+    riders = np.array([True, False, False])
+    classes = best_classes(tokens, counts, largest, RELATIVE, windows=64, price=0.0, riders=riders)
+    assert classes.target.tolist() == [4900, 10000]
+    assert classes.share[0] == pytest.approx([0.5, 0.5], abs=1e-6)
+
+
+def test_surplus_moves_up_where_the_climb_is_short():
+    # R = 4. Class 0 has one too many; class 1 lacks one; the step between them is small.
+    moves, open_class = moves_up(np.array([5, 7, 8]), np.array([10.0, 11.0, 50.0]), np.full(3, 9.0), 4)
+    assert moves.tolist() == [1, 0, 0]
+    assert (np.array([5, 7, 8]) - moves + np.array([0, *moves[:-1]])).tolist() == [4, 8, 8]
+    assert open_class in (0, 1, 2)
+
+
+def test_spread_evenly_gives_every_run_its_share():
+    group = np.repeat([0, 1], [90, 10])
+    order = np.argsort(spread_evenly(group, np.random.PCG64(1)), kind="stable")
+    per_ten = group[order].reshape(10, 10).sum(axis=1)
+    assert per_ten.sum() == 10
+    assert per_ten.max() <= 2
+
+
+def test_micro_steps_join_to_even_steps():
+    # Tokens 1..8, G = 2: each pair can sum to 9.
+    amounts = np.array([[1.0], [2], [3], [4], [5], [6], [7], [8]])
+    order = order_micro_steps(amounts, np.zeros(8, dtype=np.int64), 2, 8, np.random.PCG64(3))
+    assert sorted(order.tolist()) == list(range(8))
+    assert amounts[order].reshape(4, 2).sum(axis=1).tolist() == [9, 9, 9, 9]
+
+
+def test_one_kind_alone_is_balanced():
+    corpus = corpus_of({6000 + 100 * step: 40 for step in range(12)})
+    plan = make_plan(corpus, RELATIVE, Limits(60_000), world_size=4)
+    chance = make_plan(corpus, RELATIVE, Limits(60_000), world_size=4, strategy="dual_constraint")
+    assert plan_metrics(plan)["efficiency"] > plan_metrics(chance)["efficiency"]
