@@ -41,8 +41,8 @@ def together() -> Iterator[None]:
     text = message if same else "\n".join(f"rank {rank}: {message}" for rank, _, message in failed)
     known = getattr(errors, kind, None)
     if known is None:
-        raise AdaptiveLoadError(f"rank {rank} failed with {kind}: {message}") from failure
-    raise known(text) from failure
+        raise AdaptiveLoadError(f"rank {rank} failed with {kind}: {message}") from None
+    raise known(text) from None
 
 
 def first_difference(value: str) -> tuple[int, str] | None:

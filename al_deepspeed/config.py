@@ -84,6 +84,14 @@ class DualConstraintBatching(Section):
         return self
 
 
+SCHEDULES = {
+    "fixed_linear": ("total_curriculum_step", "difficulty_step"),
+    "fixed_root": ("total_curriculum_step", "difficulty_step", "root_degree"),
+    "fixed_discrete": ("difficulty", "max_step"),
+    "custom": (),
+}
+
+
 class CurriculumMetric(BaseModel):
     """One metric of DeepSpeed's `curriculum_metrics`; its keys for index files are not needed here."""
 
@@ -91,8 +99,25 @@ class CurriculumMetric(BaseModel):
 
     min_difficulty: int = Field(ge=0)
     max_difficulty: int = Field(gt=0)
+    difficulty_type: Literal["value", "percentile"] = "value"
     schedule_type: Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
     schedule_config: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _schedule_is_complete(self) -> "CurriculumMetric":
+        missing = [key for key in SCHEDULES[self.schedule_type] if key not in self.schedule_config]
+        if missing:
+            raise ValueError(
+                f"has schedule_type {self.schedule_type!r} and lacks {', '.join(missing)} in schedule_config"
+            )
+        if self.schedule_type == "fixed_discrete":
+            levels, changes = (len(self.schedule_config[key]) for key in SCHEDULES["fixed_discrete"])
+            if changes < 1 or levels != changes + 1:
+                raise ValueError(
+                    f"has {levels} difficulties and {changes} max_steps in schedule_config; allowed: one "
+                    "max_step or more, and one difficulty more than those"
+                )
+        return self
 
 
 @dataclass(frozen=True)

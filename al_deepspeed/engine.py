@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from al_deepspeed.agreement import first_difference, together
 from al_deepspeed.config import BATCHING_KEY, Settings, load_config, read_config, with_one_micro_batch
 from al_deepspeed.coupling import Coupling
-from al_deepspeed.errors import ConfigError, PlanError
+from al_deepspeed.errors import ConfigError
 from al_deepspeed.groups import DataRanks, data_ranks
 from al_deepspeed.inputs import Inputs, open_inputs
 from al_deepspeed.loader import PlannedBatches
@@ -98,13 +98,11 @@ def _planned_batches(
         world_size=ranks.size,
         accumulation=engine.gradient_accumulation_steps(),
         seed=settings.seed,
+        curriculum={name: metric.model_dump() for name, metric in settings.curriculum.items()},
         **{field.name: getattr(batching, field.name) for field in fields(PlanOptions)},
     )
-    if sampler.plan.micro_steps == 0:
-        raise PlanError(
-            f"{BATCHING_KEY}.tail is 'drop', but {inputs.corpus.samples} samples do not fill one step of "
-            f"{ranks.size} ranks x {sampler.accumulation} micro-steps. Set it to 'split'."
-        )
+    if all(metric.schedule_type != "custom" for metric in settings.curriculum.values()):
+        _ = sampler.plan  # what cannot be planned is refused now; a custom schedule is given later
     coupling = Coupling(engine, sampler, batching, ranks)
     loader = PlannedBatches(
         inputs.dataset,

@@ -38,7 +38,7 @@ class ScaledLearningRate:
         if self._scaling == "none":
             return 1.0
         if self._factors[0] is not plan:
-            self._factors = (plan, lr_factors(plan.by_step(plan.samples), self._scaling))
+            self._factors = (plan, lr_factors(plan.step_samples, self._scaling))
         return float(self._factors[1][step])
 
     def scale(self, factor: float) -> None:

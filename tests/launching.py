@@ -7,10 +7,14 @@
 A launch is three layers of processes: the `deepspeed` runner, its launcher, and the ranks. The runner
 forwards no signal on one node, so a launch gets its own process group, which leaving the `with` block kills.
 
-Why a time limit, and what it does. DeepSpeed compiles its CPU op at the first launch, and torch guards that
-build by a lock file that no one takes away when the process that holds it is killed: every later launch then
-waits for ever. At the limit each rank gets SIGABRT first and, with `PYTHONFAULTHANDLER`, prints where each of
-its threads stands; then the group is killed.
+What made launches hang now and then, and what is done about it here:
+- DeepSpeed compiles its CPU op at the first launch. Torch guards the build by a lock file that stays when the
+  process that made it is killed, and then every later launch waits for it, for ever and without a word. Two
+  virtual environments that share torch's default folder also build the op anew, in turns. So launches of one
+  virtual environment have a folder of their own, and a lock there that no process holds is removed.
+- A DataLoader worker that ignores SIGTERM keeps its rank from exiting: Python ends it by SIGTERM and waits.
+At the time limit each rank gets SIGABRT and, by `PYTHONFAULTHANDLER`, prints where its threads stand; then
+the process group is killed.
 """
 
 import contextlib
@@ -28,6 +32,7 @@ import psutil
 
 LAUNCHED = Path(__file__).parent / "launched"
 SHARED_MEMORY = Path("/dev/shm")
+EXTENSIONS = Path(sys.prefix) / "torch_extensions"
 
 
 def free_port() -> int:
@@ -47,6 +52,18 @@ def free_port() -> int:
                 continue
         return port
     raise RuntimeError("no free port between 20000 and 29499")
+
+
+def remove_stale_locks() -> None:
+    """Removes the build locks below EXTENSIONS that no live process has open, as their makers do."""
+    locks = {str(path) for path in EXTENSIONS.glob("*/lock")}
+    if not locks:
+        return
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            locks -= {file.path for file in process.open_files()}
+    for lock in locks:
+        Path(lock).unlink(missing_ok=True)
 
 
 class Launch:
@@ -129,12 +146,13 @@ class Launch:
         return code
 
     def close(self) -> None:
-        """Kills what is left of the process group and removes this launch's shared memory, none other's."""
+        """Kills what is left of the process group, and removes its lock files and its shared memory."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         for segment in SHARED_MEMORY.glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*_{self.port}_*"):
             segment.unlink(missing_ok=True)
+        remove_stale_locks()
 
     def _descendants(self) -> list[psutil.Process]:
         try:
@@ -174,6 +192,7 @@ def launch(
         launcher_arguments: more options of `deepspeed` itself, before the script.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    remove_stale_locks()
     port = port or free_port()
     scripts = Path(sys.executable).parent
     variables = {
@@ -182,6 +201,7 @@ def launch(
         "OMP_NUM_THREADS": "1",
         "PATH": f"{scripts}{os.pathsep}{os.environ.get('PATH', '')}",
         "PYTHONFAULTHANDLER": "1",
+        "TORCH_EXTENSIONS_DIR": str(EXTENSIONS),
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]),
         **(environment or {}),
     }
