@@ -14,6 +14,7 @@
 import numpy as np
 
 from al_deepspeed.scheduling.arrangement import Arrangement, Task, complete
+from al_deepspeed.scheduling.classes import Classes
 from al_deepspeed.scheduling.composition import choose_classes
 from al_deepspeed.scheduling.filling import (
     POOL,
@@ -26,13 +27,20 @@ from al_deepspeed.scheduling.pieces import Pieces, spread_evenly
 from al_deepspeed.scheduling.shapes import FloatArray, IntArray
 from al_deepspeed.scheduling.steps import order_micro_steps
 
+FEW_MICRO_STEPS = 500
+RIVALS = 6
+
 
 def balanced(task: Task) -> Arrangement:
     """Dual-constraint micro-batches whose sizes are chosen so that different shapes meet a common cost."""
-    pieces, targets = cut_by_class(task)
-    pieces, filler, splits = complete(task, fill_classes(task, pieces, targets), POOL)
-    order = deal(task, pieces, filler)
-    pieces, filler = pieces.take(order), filler[order]
+    used = np.flatnonzero(task.counts)
+    choices = choose_classes(task, used)
+    pieces, filler, splits = _place(task, used, choices[0])
+    if len(pieces) <= FEW_MICRO_STEPS * task.world_size:  # how classes come out whole is a matter of luck
+        rivals = [_place(task, used, classes) for classes in choices[1:RIVALS]]
+        pieces, filler, splits = min(
+            [(pieces, filler, splits), *rivals], key=lambda placed: _time(task, placed[0])
+        )
     samples = np.where(filler, 0, pieces.size)
     amounts = np.stack([samples * task.corpus.tokens[pieces.bucket], samples], axis=1)
     micro_steps = order_micro_steps(
@@ -47,20 +55,30 @@ def balanced(task: Task) -> Arrangement:
     return Arrangement(pieces.take(order), filler[order], splits)
 
 
-def cut_by_class(task: Task) -> tuple[Pieces, FloatArray]:
-    """Cut every bucket by its classes, which are numbered from 1 by ascending target.
+def _place(task: Task, used: IntArray, classes: Classes) -> tuple[Pieces, np.ndarray, int]:
+    """Micro-batches of these classes, R in a row a micro-step; which are fillers; how many were split off."""
+    pieces, filler, splits = complete(task, fill_classes(task, *cut_by_class(task, used, classes)), POOL)
+    order = deal(task, pieces, filler)
+    return pieces.take(order), filler[order], splits
+
+
+def _time(task: Task, pieces: Pieces) -> float:
+    """What an epoch of these micro-steps takes."""
+    return float(task.costs(pieces).reshape(-1, task.world_size).max(axis=1).sum())
+
+
+def cut_by_class(task: Task, used: IntArray, classes: Classes) -> tuple[Pieces, FloatArray]:
+    """Cut every bucket in use by its classes, which are numbered from 1 by ascending target.
 
     Returns:
         the micro-batches, and the targets.
     """
-    used = np.flatnonzero(task.counts)
-    tokens, counts = task.corpus.tokens[used], task.counts[used]
-    classes = choose_classes(task, used)
+    counts = task.counts[used]
     classes, aim = aim_at_whole_micro_steps(classes, counts, task.world_size)
     numbers, rest, lacking = divide_samples(classes, counts, aim)
     bucket, home = np.nonzero(numbers)
     left = np.flatnonzero(rest)
-    costs = task.cost.cost(rest[left], tokens[left])
+    costs = task.cost.cost(rest[left], task.corpus.tokens[used[left]])
     home_of_rest = homes_of_rests(classes.target, lacking, costs)
     pieces = task.cut(
         used[np.concatenate([bucket, left])],
@@ -72,15 +90,15 @@ def cut_by_class(task: Task) -> tuple[Pieces, FloatArray]:
 
 
 def deal(task: Task, pieces: Pieces, filler: np.ndarray) -> IntArray:
-    """Order of the micro-batches in which R in a row are a micro-step: class by class, the pool first.
+    """Order of the micro-batches in which R in a row are a micro-step.
 
-    Under mixing "free" a class is ordered by cost. Under "corpus" kinds and shapes are spread evenly over
-    it, and only the commonest kind is then ordered by cost inside each window; inside the pool, whose costs
-    differ more, from end to end.
+    Under mixing "free" that is by cost, which makes the sum of the slowest least. Under "corpus" it is class
+    by class, the pool first: kinds and shapes are spread evenly over a class, and only the commonest kind is
+    then ordered by cost inside each window; inside the pool, whose costs differ more, from end to end.
     """
     costs = np.where(filler, 0.0, task.costs(pieces))
     if task.options.mixing == "free":
-        return np.lexsort((costs, pieces.home))
+        return np.argsort(costs, kind="stable")
     keys = _even_keys(task, pieces)
     windows = np.maximum(1, len(pieces) // (task.options.lookahead * task.world_size))
     window = np.where(pieces.home == POOL, 0, np.floor(keys * windows))

@@ -52,8 +52,8 @@ def best_classes(
     windows: float,
     price: float,
     riders: np.ndarray,
-) -> Classes:
-    """The classes with the most mixing that costs no more than `price` of the epoch's time.
+) -> list[Classes]:
+    """Divisions that cost no more than `price` of the epoch's time over the best, the most mixing first.
 
     Args:
         tokens, counts: S and samples of each bucket, all >= 1.
@@ -70,7 +70,7 @@ def best_classes(
     mean_time = float(menu.time.min(axis=1) @ counts / counts.sum())
     divided = [_divide(menu, mean_time * temperature, windows) for temperature in TEMPERATURES.tolist()]
     affordable = (1 + price) * min(classes.rank_time for classes in divided)
-    return min(
+    return sorted(
         (classes for classes in divided if classes.rank_time <= affordable),
         key=lambda classes: (classes.information, classes.rank_time),
     )

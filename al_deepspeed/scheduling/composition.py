@@ -21,12 +21,12 @@ MARGIN = 1.05  # chance would sometimes do better than its mean
 ROUNDS = 5
 
 
-def choose_classes(task: Task, used: IntArray) -> Classes:
-    """Classes for the buckets in use."""
+def choose_classes(task: Task, used: IntArray) -> list[Classes]:
+    """Classes for the buckets in use, the best choice first."""
     largest = dual_constraint_sizes(task)[used]
     classes = _best_classes(task, used, largest)
     for _ in range(ROUNDS if task.options.mixing == "corpus" else 0):
-        finer = cover_steps(task, used, largest, classes)
+        finer = cover_steps(task, used, largest, classes[0])
         if (finer == largest).all():
             break
         largest = finer
@@ -34,10 +34,10 @@ def choose_classes(task: Task, used: IntArray) -> Classes:
     return classes
 
 
-def _best_classes(task: Task, used: IntArray, largest: IntArray) -> Classes:
+def _best_classes(task: Task, used: IntArray, largest: IntArray) -> list[Classes]:
     tokens, counts = task.corpus.tokens[used], task.counts[used]
     micro_steps = (counts / np.minimum(counts, largest)).sum() / task.world_size
-    classes = best_classes(
+    choices = best_classes(
         tokens,
         counts,
         largest,
@@ -47,8 +47,8 @@ def _best_classes(task: Task, used: IntArray, largest: IntArray) -> Classes:
         riders=rarer_kinds(task, used) & (task.options.mixing == "corpus"),
     )
     if task.options.max_variants is None:
-        return classes
-    return replace(classes, size=power_of_two_sizes(classes.size))
+        return choices
+    return [replace(classes, size=power_of_two_sizes(classes.size)) for classes in choices]
 
 
 def rarer_kinds(task: Task, used: IntArray) -> np.ndarray:
