@@ -16,7 +16,9 @@ from al_deepspeed.ops.backend import uses_ops
 from al_deepspeed.ops.placement import place
 
 Tensor = torch.Tensor
-_ops = torch.ops.al_deepspeed
+_adaln, _residual_adaln, _gated_residual = (
+    getattr(torch.ops.al_deepspeed, name).default for name in ("adaln", "residual_adaln", "gated_residual")
+)
 NORMS = {"layer": False, "rms": True}
 BACKWARDS = {"auto": False, "one_pass": False, "dtile": True}
 
@@ -57,9 +59,7 @@ def adaln(
     if not uses_ops(x):
         groups = reference.Groups(x.shape, placed, cu_seqlens)
         return reference.adaln(x, shift, scale, weight, bias, groups, eps, rms, out_dtype)
-    return _ops.adaln.default(
-        x, shift, scale, weight, bias, cu_seqlens, *placed.for_ops(), eps, rms, dtile, out_dtype
-    )[0]
+    return _adaln(x, shift, scale, weight, bias, cu_seqlens, *placed.for_ops(), eps, rms, dtile, out_dtype)[0]
 
 
 def residual_adaln(
@@ -92,7 +92,7 @@ def residual_adaln(
         groups = reference.Groups(residual.shape, placed, cu_seqlens)
         residual = reference.gated_residual(residual, branch, gate, groups)
         return residual, reference.adaln(residual, shift, scale, weight, bias, groups, eps, rms, out_dtype)
-    return _ops.residual_adaln.default(
+    return _residual_adaln(
         residual,
         branch,
         gate,
@@ -126,7 +126,7 @@ def gated_residual(
         return reference.gated_residual(
             residual, branch, gate, reference.Groups(residual.shape, placed, cu_seqlens)
         )
-    return _ops.gated_residual.default(residual, branch, gate, cu_seqlens, *placed.for_ops())
+    return _gated_residual(residual, branch, gate, cu_seqlens, *placed.for_ops())
 
 
 def _same_shape(residual: Tensor, branch: Tensor) -> None:
