@@ -6,12 +6,12 @@ rendezvous store, which a thread of every rank watches over a connection of its 
 saves what was measured, each process answers, and all leave by `os._exit` with one code.
 """
 
-import contextlib
 import json
 import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 FAILED, SAVED, LEFT = "al_calibration/failed", "al_calibration/saved", "al_calibration/left"
 POLL_S = 0.2
-PATIENCE_S = 60.0
+SAVING_S = 600.0  # rank 0 fits and draws before it answers
+LEAVING_S = 10.0
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -46,7 +47,7 @@ class Alarm:
             int(os.environ["MASTER_PORT"]),
             is_master=False,
             wait_for_workers=False,
-            timeout=timedelta(seconds=PATIENCE_S),
+            timeout=timedelta(seconds=SAVING_S),
         )
         self._over = threading.Event()
         threading.Thread(target=self._listen, name="al_deepspeed calibration alarm", daemon=True).start()
@@ -54,7 +55,7 @@ class Alarm:
     def sound(self, failure: dict) -> None:
         """Makes a failure known to every rank; does not return."""
         self._store.set(FAILED, json.dumps(failure))
-        time.sleep(2 * PATIENCE_S)
+        time.sleep(2 * SAVING_S)
         os._exit(1)
 
     def close(self) -> None:
@@ -65,22 +66,32 @@ class Alarm:
         while not self._over.wait(POLL_S):
             try:
                 failed = self._store.check([FAILED])
-            except RuntimeError:  # the rank that serves the store has gone, and the launcher ends the others
+            except (
+                dist.DistError
+            ):  # the rank that serves the store has gone, and the launcher ends the others
                 return
             if failed:
                 self._leave(json.loads(self._store.get(FAILED)))
 
     def _leave(self, failure: dict) -> None:
         code = 1
-        with contextlib.suppress(RuntimeError):  # rank 0 left first and took the store along
-            if self._rank == 0:
-                code = self._finish(failure)
-                self._store.set(SAVED, str(code))
-            code = int(self._store.get(SAVED))
-            self._store.add(LEFT, 1)
-            deadline = time.monotonic() + PATIENCE_S
-            while self._rank == 0 and self._store.add(LEFT, 0) < self._ranks and time.monotonic() < deadline:
-                time.sleep(POLL_S)
+        try:
+            code = self._saved(failure)
+        except dist.DistError:  # rank 0 left first and took the store along
+            pass
+        except Exception:
+            traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+    def _saved(self, failure: dict) -> int:
+        """Waits until rank 0 has saved; rank 0, which serves the store, until the others have heard of it."""
+        if self._rank == 0:
+            self._store.set(SAVED, str(self._finish(failure)))
+        code = int(self._store.get(SAVED))
+        self._store.add(LEFT, 1)
+        deadline = time.monotonic() + LEAVING_S
+        while self._rank == 0 and self._store.add(LEFT, 0) < self._ranks and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return code
