@@ -19,6 +19,7 @@ if [ "$ranks" = 0 ]; then
     precision=fp32  # bfloat16 is slower than fp32 on most CPUs
     export DS_ACCELERATOR=cpu OMP_NUM_THREADS=$((($(nproc) + 1) / 2))
 fi
+export TORCH_EXTENSIONS_DIR="$venv/torch_extensions"  # builds shared between environments wait for each other
 port=$(python -c "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])")
 for strategy in equal_token dual_constraint; do
     run=runs/quickstart/$strategy

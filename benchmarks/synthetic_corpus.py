@@ -1,0 +1,59 @@
+"""A corpus of random latents in Wan's own sizes, for timing: `python benchmarks/synthetic_corpus.py OUT [tiny]`.
+
+Real shards with a manifest: 16-channel latents, captions of 512 x 4096 as Wan's text encoder gives. Pictures and
+480p clips of 1 to 81 frames, so S goes from 256 to 32,760. `tiny` divides sides and captions, to try it on CPUs.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from al_deepspeed.data.index import index_shards
+from al_deepspeed.data.shards import CorpusInfo, Sample, write_shard
+
+# Latent (frames, height, width) -> samples.
+COUNTS = {
+    (1, 32, 32): 24,
+    (1, 60, 104): 12,
+    (1, 90, 160): 6,
+    (5, 60, 104): 6,
+    (9, 60, 104): 6,
+    (13, 60, 104): 6,
+    (21, 60, 104): 10,
+}
+CHANNELS = 16
+
+
+def make(out: Path, *, divisor: int, text: tuple[int, int]) -> None:
+    """Writes OUT/shard.tar and OUT/manifest.parquet."""
+    out.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(0)
+    info = CorpusInfo(
+        codec="random",
+        stride=(4, 8, 8),
+        latent_mean=(0.0,) * CHANNELS,
+        latent_std=(1.0,) * CHANNELS,
+        text_encoder="random",
+        empty_text_length=1,
+    )
+
+    def samples():
+        for (frames, height, width), count in COUNTS.items():
+            shape = (frames, height // divisor, width // divisor)
+            for number in range(count):
+                yield Sample(
+                    key=f"{'x'.join(map(str, shape))}_{number}",
+                    latent=random.standard_normal((CHANNELS, *shape), np.float32).astype(np.float16),
+                    text=random.standard_normal(text, np.float32).astype(np.float16),
+                    record={"source": "random numbers", "text_length": text[0], "caption": ""},
+                )
+
+    write_shard(out / "shard.tar", info, np.zeros(text, np.float16), samples())
+    manifest, _ = index_shards([out], out / "manifest.parquet")
+    print(f"{manifest.path}: {manifest.table.num_rows} samples")
+
+
+if __name__ == "__main__":
+    tiny = sys.argv[2:] == ["tiny"]
+    make(Path(sys.argv[1]), divisor=5 if tiny else 1, text=(16, 64) if tiny else (512, 4096))

@@ -1,0 +1,108 @@
+"""launch/train_wan.py through the `deepspeed` launcher: what a run leaves, precision, refusals."""
+
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from launching import launch
+from training_runs import STEPS, TRAINER, largest_difference, trainer_arguments, unbroken_run
+
+from al_deepspeed.errors import ConfigError
+from al_deepspeed.telemetry import read_telemetry
+from al_deepspeed.training.checkpoints import latest, write_atomically
+from al_deepspeed.training.options import changed_config
+from al_deepspeed.training.validation import read_validation
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return tmp_path_factory.getbasetemp()
+
+
+def test_a_run_leaves_its_record_its_checkpoints_and_a_diffusers_model(base):
+    run = unbroken_run(base)
+    lines = read_telemetry(run)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    # Wherever an epoch ends, each of its 24 samples has been seen once.
+    ends = [line["samples_total"] for line, after in pairwise(lines) if after["epoch"] != line["epoch"]]
+    assert ends and ends == [24 * (number + 1) for number in range(len(ends))]
+    assert all(line["loss"] > 0 for line in lines)
+    records = read_validation(run)
+    assert [record["step"] for record in records] == [0, 4, 8, 12]
+    assert set(records[0]["loss"]) == {"image 1x4x4", "image 1x8x8", "video 3x4x6", "video 5x8x8", "all"}
+    assert records[-1]["loss"]["all"] < records[0]["loss"]["all"]
+    assert latest(run / "checkpoints") == "step_12"
+    folders = sorted(path.name for path in (run / "checkpoints").glob("step_*"))
+    assert folders == ["step_10", "step_12"]  # --keep 2
+    model = WanTransformer3DModel.from_pretrained(run / "model")
+    assert model.config.in_channels == 4 and model.dtype == torch.float32
+    used = json.loads((run / "ds_config.json").read_text())
+    assert used["gradient_accumulation_steps"] == 2 and "torch_autocast" not in used
+
+
+def test_pretrained_weights_under_zero_3_autocast_and_gradient_checkpointing(base, tmp_path):
+    # At a learning rate of 0 what is exported must be what was read, parameter for parameter.
+    arguments = trainer_arguments(
+        tmp_path / "run",
+        base,
+        **{
+            "optimizer.params.lr": 0,
+            "optimizer.params.weight_decay": 0,
+            "scheduler.params.warmup_min_lr": 0,
+            "scheduler.params.warmup_max_lr": 0,
+        },
+    )
+    arguments += ["--precision", "config", "--gradient-checkpointing", "--max-steps", "1"]
+    arguments += ["--pretrained", str(unbroken_run(base) / "model")]
+    with launch(TRAINER, *arguments, folder=tmp_path, time_limit_s=270) as launched:
+        launched.wait()
+    assert largest_difference(unbroken_run(base), tmp_path / "run") == 0
+    assert "torch_autocast" in json.loads((tmp_path / "run" / "ds_config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ([], "holds a run. Give --resume"),
+        (["--set", "data_efficiency.data_sampling.dual_constraint_batching.max_tokens=0"], "max_tokens is 0"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_training(base, extra, message):
+    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    result = subprocess.run(
+        [sys.executable, TRAINER, *trainer_arguments(unbroken_run(base), base), *extra],
+        env={**os.environ, **environment, "MASTER_PORT": "29712", "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 2
+    assert message in result.stderr and "Traceback" not in result.stderr
+
+
+def test_changes_of_the_config_reach_the_key_that_they_name():
+    config = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
+    changed = changed_config(config, ["zero_optimization.stage=2", "a.b=[1, 2]", "name=left"], "config")
+    assert changed == {
+        "zero_optimization": {"stage": 2},
+        "bf16": {"enabled": True},
+        "a": {"b": [1, 2]},
+        "name": "left",
+    }
+    assert "bf16" not in changed_config(config, [], "fp32")
+    assert config["zero_optimization"]["stage"] == 3
+    for wrong in ("zero_optimization", "bf16.enabled.deep=1"):
+        with pytest.raises(ConfigError, match="--set"):
+            changed_config(config, [wrong], "config")
+
+
+def test_latest_is_replaced_whole(tmp_path):
+    write_atomically(tmp_path / "latest", "step_1")
+    write_atomically(tmp_path / "latest", "step_2")
+    assert latest(tmp_path) == "step_2"
+    assert [path.name for path in tmp_path.iterdir()] == ["latest"]
+    assert latest(tmp_path / "nowhere") is None
