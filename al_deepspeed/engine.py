@@ -19,6 +19,7 @@ from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from torch.utils.data import Dataset
 
 from al_deepspeed.agreement import first_difference, together
+from al_deepspeed.build_locks import told_of_build_locks
 from al_deepspeed.config import BATCHING_KEY, Settings, load_config, read_config, with_one_micro_batch
 from al_deepspeed.coupling import Coupling
 from al_deepspeed.errors import ConfigError
@@ -119,11 +120,12 @@ def _planned_batches(
 def _start_communication(args: Any, distributed_port: int, dist_init_required: bool | None) -> None:
     """What `deepspeed.initialize` begins with, too, and a second time changes nothing: ranks must be able to
     agree before anything can fail, and NCCL needs each rank's own device for that."""
-    deepspeed.init_distributed(
-        dist_backend=get_accelerator().communication_backend_name(),
-        distributed_port=distributed_port,
-        dist_init_required=dist_init_required,
-    )
+    with told_of_build_locks():
+        deepspeed.init_distributed(
+            dist_backend=get_accelerator().communication_backend_name(),
+            distributed_port=distributed_port,
+            dist_init_required=dist_init_required,
+        )
     device = getattr(args, "device_rank", None)
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]) if device is None else device)
 
