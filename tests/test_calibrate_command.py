@@ -5,13 +5,13 @@ The last tests scan in a live engine: two CPU ranks at ZeRO-3 through the launch
 
 import json
 import os
-import subprocess
+import shlex
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from launching import LAUNCHED, SHARED_MEMORY, free_port, launch
+from launching import EXTENSIONS, LAUNCHED, Launch, free_port, launch
 
 from al_deepspeed import cli
 from al_deepspeed.calibration.file import read_calibration
@@ -103,7 +103,7 @@ def test_bad_usage_exits_with_2(calibrate, arguments, message):
     assert message in err and "Traceback" not in err
 
 
-SHAPES = ((1, 8, 8), (1, 16, 16), (5, 16, 16), (5, 32, 32))  # S = 16, 64, 320, 1280
+SHAPES = ((1, 8, 8), (5, 16, 16), (5, 32, 32))  # S = 16, 320, 1280
 DS_CONFIG = {
     "gradient_accumulation_steps": 2,
     "gradient_clipping": 1.0,
@@ -135,23 +135,19 @@ def scan_options(tmp_path):
 def test_a_scan_on_two_ranks_and_a_slow_one_shows_as_spread(scan_options, tmp_path):
     """The second rank sleeps a quarter of a second in each forward: all wait, and it is told apart."""
     port = free_port()
-    command = [str(Path(sys.executable).parent / "al-deepspeed"), "calibrate", *scan_options["arguments"]]
-    command += ["--launcher", f"--num_accelerators 2 --master_port {port}", "--json", "--", "--slow", "0.25"]
+    words = [str(Path(sys.executable).parent / "al-deepspeed"), "calibrate", *scan_options["arguments"]]
+    words += ["--launcher", f"--num_accelerators 2 --master_port {port}", "--json", "--", "--slow", "0.25"]
     environment = {
         **os.environ,
         **scan_options["environment"],
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
+        "TORCH_EXTENSIONS_DIR": str(EXTENSIONS),
     }
-    try:
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, timeout=280, capture_output=True, text=True
-        )
-    finally:
-        for segment in SHARED_MEMORY.glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*"):
-            segment.unlink(missing_ok=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    row = json.loads(done.stdout)
+    command = ["sh", "-c", f"exec {shlex.join(words)} > stdout.json"]
+    with Launch(command, tmp_path, port, 280, environment) as run:
+        run.wait()
+    row = json.loads((tmp_path / "stdout.json").read_text())  # one JSON object, and nothing beside it
     assert row == json.loads((tmp_path / "calibration.json").read_text())
     assert (row["zero_stage"], row["ranks"], row["device"]) == (3, 2, "cpu")
     assert set(row["fingerprints"]) == {"model", "ds_config"}

@@ -55,7 +55,7 @@ def _refitted(before: Calibration, run_dir: Path, corpus: Corpus, world_size: in
         name: np.median([abs(model.cost(p.batch_size, p.tokens) / p.ms - 1) for p in points])
         for name, model in (("before", before.cost), ("after", after.cost))
     }
-    logger.info(
+    logger.warning(  # DeepSpeed shows nothing below it by default, and the batches to come change
         f"recalibrated after epoch {epoch} from {len(points)} pairs (B, S): the run took "
         f"{run_ratio(points, before):.3f} times the predicted; median error {off['before']:.1%} before, "
         f"{off['after']:.1%} after; M_comp {_ms(before.max_cost)} before, {_ms(after.max_cost)} after"
