@@ -1,11 +1,12 @@
-"""Fused AdaLN on the CPU: every case of adaln_cases.py, the rules for shapes, what an import brings in."""
+"""Fused AdaLN on the CPU: every test of adaln_suite.py, the rules for shapes, what an import brings in."""
 
 import subprocess
 import sys
 
 import pytest
 import torch
-from adaln_cases import Case, Cases, call, tensors
+from adaln_cases import Case, call, tensors
+from adaln_suite import Cases
 
 from al_deepspeed.errors import ConfigError
 from al_deepspeed.ops import (

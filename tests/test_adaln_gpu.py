@@ -1,11 +1,12 @@
-"""Fused AdaLN's CUDA kernels: every case of adaln_cases.py, and what only a GPU shows."""
+"""Fused AdaLN's CUDA kernels: every test of adaln_suite.py, and what only a GPU shows."""
 
 import time
 from dataclasses import replace
 
 import pytest
 import torch
-from adaln_cases import BF16, FP32, MIXES, Calls, Case, Cases, call, check, mixed, relative, tensors
+from adaln_cases import BF16, FP32, MIXES, Case, call, check, mixed, relative, tensors
+from adaln_suite import Calls, Cases
 
 from al_deepspeed.ops import adaln, backend, gated_residual, residual_adaln
 
