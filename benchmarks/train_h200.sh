@@ -22,7 +22,7 @@ else
     python benchmarks/synthetic_corpus.py "$work/corpus"
     arguments+=(--max-steps 12)
 fi
-timeout --kill-after 5 220 deepspeed --num_accelerators "$ranks" --master_port 29790 --log_level warning \
+timeout --kill-after 5 "${AL_SECONDS:-220}" deepspeed --num_accelerators "$ranks" --master_port 29790 --log_level warning \
     launch/train_wan.py "${arguments[@]}" >"$out/train.log" 2>&1 || echo "training ended with $?" | tee -a "$out/train.log"
 tail -n 5 "$out/train.log"
 cp "$work/run/telemetry.jsonl" "$out/"
