@@ -43,7 +43,8 @@ class DualConstraintBatching(Section):
     """`dual_constraint_batching`: what the plan is made from, how batches are weighted, what is watched.
 
     manifest: rows of samples. calibration: cost model and limits; without it max_tokens (M_mem), exponent (p)
-    and max_cost (M_comp). With it they overrule its own. strategy .. max_variants: see scheduling/options.py.
+    and max_cost (M_comp). With it they overrule its own. recalibrate: "epoch" refits it to the telemetry at
+    each epoch's end. strategy .. max_variants: see scheduling/options.py.
     lr_scaling: see learning_rate.py. run_dir: where telemetry.jsonl goes; absent, no file.
     hang_timeout_s: see watchdog.py; 0 switches it off.
     """
@@ -51,6 +52,7 @@ class DualConstraintBatching(Section):
     enabled: bool = False
     manifest: str
     calibration: str | None = None
+    recalibrate: Literal["never", "epoch"] = "never"
     max_tokens: int | None = Field(None, gt=0)
     max_cost: float | None = Field(None, gt=0)
     exponent: float | None = Field(None, gt=0)
@@ -75,6 +77,11 @@ class DualConstraintBatching(Section):
             raise ValueError(
                 f"has no calibration and lacks {', '.join(missing)}; give a calibration file, or max_tokens, "
                 "exponent and, unless it is to be chosen, max_cost"
+            )
+        if self.recalibrate == "epoch" and (self.calibration is None or self.run_dir is None):
+            raise ValueError(
+                'has recalibrate "epoch" without calibration or run_dir; it refits the one to the telemetry '
+                "in the other, so give both"
             )
         if self.calibration is not None and self.exponent is not None and self.max_cost is None:
             raise ValueError(

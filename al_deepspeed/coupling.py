@@ -14,9 +14,12 @@ import torch.distributed as dist
 from deepspeed.utils import logger
 
 from al_deepspeed.agreement import together
+from al_deepspeed.calibration.file import Calibration
+from al_deepspeed.calibration.recalibration import recalibrate, recall
 from al_deepspeed.config import DualConstraintBatching
 from al_deepspeed.errors import ConfigError, PlanError
 from al_deepspeed.groups import DataRanks
+from al_deepspeed.inputs import cost_and_limits
 from al_deepspeed.learning_rate import ScaledLearningRate
 from al_deepspeed.loader import Listener, PlannedBatches
 from al_deepspeed.scheduling.plan import Plan
@@ -33,14 +36,21 @@ class Coupling(Listener):
     Args:
         engine: as DeepSpeed built it; `hook` wraps its methods.
         sampler: this rank's view of the plan.
-        batching: run_dir, hang_timeout_s and lr_scaling of the config.
+        batching: run_dir, recalibrate, hang_timeout_s and lr_scaling of the config.
+        calibration: that the plan is made by, or None.
         ranks: which ranks share a batch.
     """
 
     def __init__(
-        self, engine: Any, sampler: PlanSampler, batching: DualConstraintBatching, ranks: DataRanks
+        self,
+        engine: Any,
+        sampler: PlanSampler,
+        batching: DualConstraintBatching,
+        calibration: Calibration | None,
+        ranks: DataRanks,
     ) -> None:
         self._engine, self._sampler, self._ranks = engine, sampler, ranks
+        self._batching, self._first_calibration, self._calibration = batching, calibration, calibration
         self._loader: PlannedBatches | None = None
         self._learning_rate = ScaledLearningRate(engine, batching.lr_scaling)
         self._watchdog = Watchdog(batching.hang_timeout_s, self._describe)
@@ -137,8 +147,17 @@ class Coupling(Listener):
         self._totals["tokens"] += int(plan.tokens[rows].sum())
         if self._measures:
             self._report(planned_figures(plan, rows) | figures)
+        epoch = self._sampler.epoch
         self._sampler.advance(plan.accumulation)
         self._begin_step()
+        if self._sampler.epoch > epoch and self._batching.recalibrate == "epoch":
+            run_dir, world_size = Path(self._batching.run_dir), self._sampler.world_size
+            self._plan_by(recalibrate(self._calibration, run_dir, self._sampler.corpus, world_size, epoch))
+
+    def _plan_by(self, calibration: Calibration) -> None:
+        """From the next plan on."""
+        self._calibration = calibration
+        self._sampler.cost, self._sampler.limits = cost_and_limits(self._batching, calibration)
 
     def _begin_step(self) -> None:
         self._handed_out, self._entered_step = [], 0
@@ -200,6 +219,9 @@ class Coupling(Listener):
                     f"data start at epoch {self._sampler.epoch}, micro-step {self._sampler.position}."
                 )
             return
+        if self._batching.recalibrate == "epoch":
+            recalled = recall(Path(self._batching.run_dir), state["sampler"]["epoch"])
+            self._plan_by(recalled or self._first_calibration)
         try:
             self._sampler.load_state_dict(state["sampler"])
         except PlanError as error:

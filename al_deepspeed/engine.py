@@ -16,10 +16,12 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.utils import logger
 from torch.utils.data import Dataset
 
 from al_deepspeed.agreement import first_difference, together
 from al_deepspeed.build_locks import told_of_build_locks
+from al_deepspeed.calibration.setting import current_setting
 from al_deepspeed.config import BATCHING_KEY, Settings, load_config, read_config, with_one_micro_batch
 from al_deepspeed.coupling import Coupling
 from al_deepspeed.errors import ConfigError
@@ -84,6 +86,7 @@ def initialize(
         ranks = data_ranks(engine)
         with together():
             loader = _planned_batches(engine, settings, inputs, ranks, collate_fn)
+            _warn_of_another_setting(engine, raw, inputs)
     return engine, optimizer, loader, lr_scheduler
 
 
@@ -104,7 +107,7 @@ def _planned_batches(
     )
     if all(metric.schedule_type != "custom" for metric in settings.curriculum.values()):
         _ = sampler.plan  # what cannot be planned is refused now; a custom schedule is given later
-    coupling = Coupling(engine, sampler, batching, ranks)
+    coupling = Coupling(engine, sampler, batching, inputs.calibration, ranks)
     loader = PlannedBatches(
         inputs.dataset,
         sampler,
@@ -115,6 +118,13 @@ def _planned_batches(
     )
     coupling.hook(loader)
     return loader
+
+
+def _warn_of_another_setting(engine: Any, config: dict, inputs: Inputs) -> None:
+    if inputs.calibration is None or engine.global_rank != 0:
+        return
+    for reason in inputs.calibration.mismatches(current_setting(engine, config)):
+        logger.warning(reason)
 
 
 def _start_communication(args: Any, distributed_port: int, dist_init_required: bool | None) -> None:

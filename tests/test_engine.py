@@ -11,6 +11,7 @@ import torch
 from launched import tiny
 from launching import LAUNCHED, launch
 
+from al_deepspeed.scheduling.cost import cost_from_dict
 from al_deepspeed.telemetry import read_telemetry
 from al_deepspeed.watchdog import EXIT_CODE
 
@@ -222,3 +223,25 @@ def test_learning_rate_scales_with_the_step_and_the_schedule_stays(checks):
     factors = [line["lr_factor"] / line["samples"] for line in read_telemetry(out / "run")]
     assert factors == pytest.approx([factors[0]] * 4)
     assert ranks[0]["rates"] == [0.01]
+
+
+def test_recalibration_changes_the_plan_and_survives_a_resume(checks):
+    ranks, out = checks
+    for rank in ranks:
+        assert rank["recalibrated"]["ids"] == rank["recalibrated"]["ids_again"]
+    files = sorted(path.name for path in (out / "recalibrated").glob("calibration-after-epoch-*"))
+    assert files == ["calibration-after-epoch-0.json"]
+    lines = read_telemetry(out / "recalibrated")
+    by_epoch = {line["epoch"]: line for line in lines}
+    scan = json.loads((out / "calibration.json").read_text())["cost"]
+    refitted = json.loads((out / "recalibrated" / files[0]).read_text())["cost"]
+    for epoch, cost in ((0, scan), (1, refitted)):
+        line = by_epoch[epoch]
+        predicted = cost_from_dict(cost).cost(line["batch_size"], line["sequence_length"])
+        assert np.allclose(line["predicted_cost"], predicted)
+
+
+def test_a_calibration_of_another_stage_warns(checks):
+    _, out = checks
+    log = "".join(path.read_text() for path in (out / "launch/ranks").glob("*_rank0.log"))
+    assert "calibrated with ZeRO stage 0, used with 1" in log

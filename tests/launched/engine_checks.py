@@ -15,6 +15,10 @@ from deepspeed.utils import groups
 from tiny import ROWS, NumberDataset, Toy, ds_config, sample_losses, write_manifest
 
 import al_deepspeed
+from al_deepspeed.calibration.assemble import calibrate, with_budget
+from al_deepspeed.calibration.file import Setting, write_calibration
+from al_deepspeed.calibration.points import Point
+from al_deepspeed.data.manifest import read_manifest
 from al_deepspeed.errors import AdaptiveLoadError
 
 parser = argparse.ArgumentParser()
@@ -144,6 +148,35 @@ engine, loader = start(
 train(engine, loader, 4)
 seen["rates"] = [group["lr"] for group in engine.optimizer.param_groups]
 seen["deepspeed samples"] = engine.global_samples
+
+
+# A calibration that the run corrects after its first epoch, and a resume in the second.
+if rank == 0:
+    corpus = read_manifest(manifest).corpus()
+    scan = [
+        Point(size, int(s), 1 + size * s * (0.01 + s / 4000)) for s in corpus.tokens for size in (1, 2, 4, 8)
+    ]
+    scanned = with_budget(calibrate(scan, Setting(zero_stage=0), max_tokens=160), corpus, 2)
+    write_calibration(scanned, out / "calibration.json")
+dist.barrier()
+config = ds_config(
+    manifest,
+    1,
+    batching={
+        "calibration": str(out / "calibration.json"),
+        "recalibrate": "epoch",
+        "run_dir": str(out / "recalibrated"),
+        **dict.fromkeys(("max_tokens", "max_cost", "exponent")),
+    },
+)
+engine, loader = start(config)
+steps = len(loader) // 2
+first = train(engine, loader, steps + 1)
+engine.save_checkpoint(str(out / "recalibrated"))
+after = train(engine, loader, 2)
+again, again_loader = start(config)
+again.load_checkpoint(str(out / "recalibrated"))
+seen["recalibrated"] = {"steps": steps, "ids": after, "ids_again": train(again, again_loader, 2)}
 
 
 class OnePipe:
