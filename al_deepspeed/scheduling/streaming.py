@@ -1,0 +1,232 @@
+"""Training from a stream: shapes are seen only as samples are read, and there is no manifest to plan from.
+
+Each rank buffers samples of its own stream, up to `lookahead * max_tokens` tokens. Before each window of
+`lookahead` micro-steps the ranks gather what they have read and hold, a few numbers a shape, and all compute
+the same window (windows.py). Reading, gathering and planning of the next window go on in a thread while this
+one runs. Ranks read as much as they use, so an epoch has no fixed length, and a stream cannot be resumed:
+start it again with other shards, or index it and plan from the manifest.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from al_deepspeed.errors import PlanError
+from al_deepspeed.scheduling.arrangement import Task
+from al_deepspeed.scheduling.budget import best_max_cost
+from al_deepspeed.scheduling.constraints import Limits, batch_sizes
+from al_deepspeed.scheduling.cost import CostModel
+from al_deepspeed.scheduling.layout import MicroBatch, Plan
+from al_deepspeed.scheduling.options import PlanOptions
+from al_deepspeed.scheduling.pieces import random_stream
+from al_deepspeed.scheduling.shapes import PATCH, Corpus, IntArray, corpus_from_samples, latent_tokens
+from al_deepspeed.scheduling.weights import loss_weights
+from al_deepspeed.scheduling.windows import plan_window
+
+PATIENCE = 8  # windows that a shape may wait for a full batch
+
+Shape = tuple[str, int, int, int]  # kind, latent frames, height, width
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank tells the others before a window."""
+
+    read: dict[Shape, int]
+    held: dict[Shape, int]
+    overdue: frozenset[Shape]
+    ended: bool
+
+
+class StreamSampler:
+    """Balanced micro-batches of one rank from its own stream; iterate for (micro-batch, samples).
+
+    Args:
+        source: (shape, sample) pairs of this rank's stream, shape being (kind, frames, height, width).
+        cost, limits: as for a plan; a max_cost of None is chosen from what the first window shows.
+        rank, world_size, accumulation, seed: as for a plan.
+        gather: gives all ranks' objects for this rank's, as `torch.distributed.all_gather_object` does. It is
+            called from a thread, so it needs a process group of its own.
+        patch: the model's, for sequence lengths.
+        options: fields of `PlanOptions`; the strategy is always `balanced`.
+    Attributes:
+        plan: the current window. Its figures are those of metrics.py; `sample_ids` count this rank's reads.
+    """
+
+    def __init__(
+        self,
+        source: Iterable[tuple[Shape, Any]],
+        cost: CostModel,
+        limits: Limits,
+        *,
+        rank: int,
+        world_size: int,
+        gather: Callable[[Report], list[Report]],
+        accumulation: int = 1,
+        seed: int = 0,
+        patch: tuple[int, int, int] = PATCH,
+        **options,
+    ) -> None:
+        self._source, self._gather = iter(source), gather
+        self._cost, self._limits = cost, limits
+        self._rank, self._world_size, self._accumulation, self._seed = rank, world_size, accumulation, seed
+        self._patch = patch
+        self._options = PlanOptions(**options)
+        self._buffer: dict[Shape, deque] = defaultdict(deque)
+        self._repeats: dict[Shape, tuple[int, Any]] = {}
+        self._waited: dict[Shape, int] = {}
+        self._unreported: dict[Shape, int] = {}
+        self._seen: dict[Shape, int] = {}
+        self._idle: list[Shape] = []
+        self._number = self._windows = 0
+        self._ended = False
+        self.plan: Plan | None = None
+
+    def __iter__(self) -> Iterator[tuple[MicroBatch, list]]:
+        with ThreadPoolExecutor(1) as ahead:
+            window = ahead.submit(self._next_window)
+            while (prepared := window.result()) is not None:
+                self.plan, batches = prepared
+                window = ahead.submit(self._next_window)
+                yield from batches
+
+    def state_dict(self) -> dict:
+        """For a checkpoint's record only."""
+        return {"streaming": True, "windows": self._windows}
+
+    def load_state_dict(self, state: dict) -> None:
+        raise PlanError(
+            "a stream has no position to go back to. Start it with the shards that were not read yet, or "
+            "make a manifest with `al-deepspeed index` and plan from it."
+        )
+
+    def _next_window(self) -> tuple[Plan, list[tuple[MicroBatch, list]]] | None:
+        self._fill()
+        reports = self._gather(self._report())
+        for report in reports:
+            for shape, count in report.read.items():
+                self._seen[shape] = self._seen.get(shape, 0) + count
+        if not any(report.held for report in reports):
+            return None
+        plan = self._plan_window(reports)
+        self._windows += 1
+        return plan, self._take(plan)
+
+    def _fill(self) -> None:
+        """Read until the buffer holds its tokens or the stream ends."""
+        room = self._options.lookahead * self._limits.max_tokens - sum(
+            len(samples) * self._tokens(shape) for shape, samples in self._buffer.items()
+        )
+        while room > 0 and not self._ended:
+            item = next(self._source, None)
+            if item is None:
+                self._ended = True
+                return
+            shape, sample = item
+            self._buffer[shape].append((self._number, sample))
+            self._unreported[shape] = self._unreported.get(shape, 0) + 1
+            self._number += 1
+            room -= self._tokens(shape)
+
+    def _tokens(self, shape: Shape) -> int:
+        return latent_tokens(*shape[1:], patch=self._patch)
+
+    def _report(self) -> Report:
+        read, self._unreported = self._unreported, {}
+        held = {shape: len(samples) for shape, samples in self._buffer.items() if samples}
+        overdue = frozenset(shape for shape in held if self._ended or self._waited.get(shape, 0) > PATIENCE)
+        return Report(read, held, overdue, self._ended)
+
+    def _plan_window(self, reports: list[Report]) -> Plan:
+        """The same on every rank: from reports alone."""
+        shapes = sorted(self._seen, key=lambda shape: (self._tokens(shape), shape[1:], shape[0]))
+        counts = np.array([self._seen[shape] for shape in shapes])
+        corpus = _corpus(shapes, counts, self._patch)
+        if self._limits.max_cost is None:
+            budget, _ = best_max_cost(corpus, self._cost, self._limits.max_tokens, self._world_size)
+            self._limits = replace(self._limits, max_cost=budget)
+        held = np.array([[report.held.get(shape, 0) for shape in shapes] for report in reports])
+        overdue = np.array([[shape in report.overdue for shape in shapes] for report in reports])
+        for report in reports[len(self._idle) :]:
+            self._idle.append(next(iter(sorted(report.held)), shapes[0]))
+        micro_steps = self._micro_steps(corpus, held, all(report.ended for report in reports))
+        task = Task(
+            corpus,
+            counts,
+            self._cost,
+            self._limits,
+            self._world_size,
+            self._accumulation,
+            self._options,
+            random_stream(self._seed, self._windows),
+        )
+        idle = np.array([shapes.index(shape) for shape in self._idle])
+        window = plan_window(task, held, micro_steps, overdue, idle)
+        self._idle = [shapes[bucket] for bucket in window.bucket[-1]]
+        tokens = corpus.tokens[window.bucket]
+        weights = loss_weights(
+            window.size,
+            tokens,
+            window.filler,
+            self._accumulation,
+            self._options.loss_weighting,
+            "step",
+        )
+        return Plan(
+            corpus=corpus,
+            limits=self._limits,
+            options=self._options,
+            accumulation=self._accumulation,
+            sample_order=np.zeros(0, dtype=np.int64),
+            bucket=window.bucket,
+            first=np.zeros_like(window.bucket),
+            size=window.size,
+            cost=self._cost.cost(window.size, tokens),
+            loss_weight=weights,
+            filler=window.filler,
+        )
+
+    def _micro_steps(self, corpus: Corpus, held: IntArray, ended: bool) -> int:
+        """A window's length: the look-ahead, or what the fullest rank still needs once all streams ended."""
+        length = self._options.lookahead
+        if ended:
+            sizes = batch_sizes(corpus.tokens, self._cost, self._limits)
+            length = min(length, int(np.ceil(held / sizes).sum(axis=1).max()))
+        return -(-length // self._accumulation) * self._accumulation
+
+    def _take(self, plan: Plan) -> list[tuple[MicroBatch, list]]:
+        """This rank's micro-batches, out of the buffer; fillers repeat a sample that the rank has run."""
+        batches = [plan.micro_batch(micro_step, self._rank) for micro_step in range(plan.micro_steps)]
+        shapes = [(plan.corpus.kinds[batch.bucket], *batch.shape) for batch in batches]
+        sizes = plan.size[:, self._rank].tolist()
+        runs: list[list] = [[] for _ in batches]
+        for place, batch in enumerate(batches):
+            if not batch.filler:
+                runs[place] = [self._buffer[shapes[place]].popleft() for _ in range(sizes[place])]
+                self._repeats[shapes[place]] = runs[place][-1]
+        for place, batch in enumerate(batches):
+            if batch.filler and shapes[place] not in self._repeats:
+                raise PlanError(f"rank {self._rank} has read no sample yet. Give every rank's stream some.")
+            if batch.filler:
+                runs[place] = [self._repeats[shapes[place]]]
+        used = {shape for shape, batch in zip(shapes, batches, strict=True) if not batch.filler}
+        waiting = [shape for shape, samples in self._buffer.items() if samples and shape not in used]
+        self._waited = {shape: self._waited.get(shape, 0) + 1 for shape in waiting}
+        return [
+            (
+                replace(batch, sample_ids=np.array([number for number, _ in run])),
+                [sample for _, sample in run],
+            )
+            for batch, run in zip(batches, runs, strict=True)
+        ]
+
+
+def _corpus(shapes: list[Shape], counts: IntArray, patch: tuple[int, int, int]) -> Corpus:
+    """What was seen so far as a corpus."""
+    rows = [np.repeat([shape[side] for shape in shapes], counts) for side in (1, 2, 3)]
+    kinds = np.repeat([shape[0] for shape in shapes], counts)
+    return corpus_from_samples(*rows, kinds=kinds, patch=patch, fingerprint="stream")
