@@ -14,6 +14,7 @@ from pathlib import Path
 import deepspeed
 import numpy as np
 import torch
+from deepspeed.accelerator import get_accelerator
 from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from safetensors import safe_open
@@ -75,8 +76,8 @@ def build(source: Source, ds_config: dict) -> WanTransformer3DModel:
     with deepspeed.zero.Init(config_dict_or_path=deepcopy(ds_config)) if born_partitioned else nullcontext():
         model = WanTransformer3DModel.from_config(source.config)
     if born_partitioned:  # zero.Init computes new tensors in the parameters' type; rotary angles need float64
-        rope = model.rope
-        model.rope = WanRotaryPosEmbed(rope.attention_head_dim, rope.patch_size, rope.max_seq_len)
+        sizes = (model.rope.attention_head_dim, model.rope.patch_size, model.rope.max_seq_len)
+        model.rope = WanRotaryPosEmbed(*sizes).to(get_accelerator().current_device_name())
     if source.weights:
         _read_weights(model, source.weights, shared=born_partitioned)
     return model
