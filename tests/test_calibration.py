@@ -167,6 +167,12 @@ def test_corners_come_first_and_the_budget_is_kept():
     assert found.cost.cost(2, 8192) == pytest.approx(TRUTH.cost(2, 8192), rel=0.02)
 
 
+def test_a_slow_floor_in_a_short_budget_still_leaves_points_to_fit():
+    """Every point takes 40 ms, and a tenth of the budget is less than three runs of it and a warm-up."""
+    points = simulate([16, 64, 256], lambda used: Allowance(1.2, 1.2 - used, limit_gb=90.0))
+    assert len(points) >= 7
+
+
 def test_no_point_is_predicted_to_pass_the_memory_limit():
     """1.1 * (10 + B*S / 1000) GB reserved: 50 GB at 35,454 tokens; near it, not above."""
     points = simulate([256, 1024, 4096, 16384, 65536], lambda used: Allowance(1e4, 1e4 - used, limit_gb=50.0))

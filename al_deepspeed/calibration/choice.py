@@ -25,6 +25,7 @@ SHARE_OF_BUDGET = 0.1
 SHARE_OF_LONGEST = 0.4  # the longest sample alone: a calibration should hardly ever lack it
 RUNS_A_POINT = 3.5  # a warm-up, at least two repeats, and what lies between
 POINTS_BEFORE_FIT = 6
+POINTS_ENOUGH = 10  # before these, a point may take more than its share of the budget
 PROVISIONAL = Variant("roofline", "hard")
 DOUBT_A_DOUBLING = 0.01
 CERTAIN = 0.015
@@ -79,6 +80,8 @@ def next_candidate(choices: Candidates, points: Sequence[Point], allowance: Allo
         beyond = edge & allowed & (choices.load > reached)
         if beyond.any():
             return int(np.argmax(np.where(beyond, choices.load, -1)))
+    if not short.any() and len(measured(points)) < POINTS_ENOUGH and safe.any():
+        return int(np.argmin(np.where(safe, seconds, np.inf)))  # too few points are worse than a long one
     if not short.any():
         return None
     doubts = np.where(short, doubt(choices, points), -1.0)

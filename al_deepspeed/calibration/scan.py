@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from al_deepspeed.calibration.alarm import Alarm, is_out_of_memory
 from al_deepspeed.calibration.assemble import MEMORY_FRACTION
-from al_deepspeed.calibration.choice import Allowance, candidates, next_candidate
+from al_deepspeed.calibration.choice import SHARE_OF_BUDGET, Allowance, candidates, next_candidate
 from al_deepspeed.calibration.file import Setting, write_json
 from al_deepspeed.calibration.measure import Meter
 from al_deepspeed.calibration.points import OUT_OF_MEMORY, Point, measured
@@ -107,12 +107,12 @@ class Scan:
     def run(self) -> Progress:
         """Measures until the budget is used or no point is in doubt. Collective; equal on every rank."""
         alarm = Alarm(self._end_early)
-        deadline_s = self._options.budget_s - self._used_before_s
         batch_size, shape, tokens = self._pair(int(self._choices.load.argmin()))
         with self._guarded(alarm, batch_size, shape, tokens):
             self._meter.prepare(batch_size, shape)
         self._progress.capacity_gb = self._options.capacity_gb or self._meter.capacity_gb()
-        while (place := self._next()) is not None:
+        while (choice := self._next()) is not None:
+            place, deadline_s = choice
             batch_size, shape, tokens = self._pair(place)
             with self._guarded(alarm, batch_size, shape, tokens):
                 point = self._meter.measure(batch_size, shape, tokens, deadline_s)
@@ -126,9 +126,9 @@ class Scan:
         shape = self._options.shapes[choices.shape[place]]
         return int(choices.batch_size[place]), shape, int(choices.tokens[place])
 
-    def _next(self) -> int | None:
-        """Rank 0's choice, told to all."""
-        choice: list[int | None] = [None]
+    def _next(self) -> tuple[int, float] | None:
+        """Rank 0's choice, and until when it may be repeated; told to all."""
+        choice: list[tuple[int, float] | None] = [None]
         if dist.get_rank() == 0:
             kept = SPREAD_SHARE if dist.get_world_size() > 1 else 0.0
             budget_s = (1 - kept) * self._options.budget_s
@@ -137,7 +137,9 @@ class Scan:
             points = self._progress.points
             known = all(point.reserved_gb is not None for point in measured(points))
             allowance = Allowance(budget_s, left_s, limit_gb if known else None)
-            choice = [next_candidate(self._choices, points, allowance)]
+            place = next_candidate(self._choices, points, allowance)
+            if place is not None:
+                choice = [(place, self._meter.elapsed_s + min(left_s, SHARE_OF_BUDGET * budget_s))]
         dist.broadcast_object_list(choice, src=0)
         return choice[0]
 
