@@ -67,7 +67,6 @@ class Coupling(Listener):
     def hook(self, loader: PlannedBatches) -> None:
         """Wraps the engine's `step`, `save_checkpoint` and `load_checkpoint`, on this instance alone."""
         engine, self._loader = self._engine, loader
-        loader.record_loss = self.record_loss
         # DeepSpeed's throughput timer starts in the forward pass unless there is a training_dataloader, which
         # then has to start it: `wait` does.
         engine.training_dataloader = loader
@@ -98,7 +97,6 @@ class Coupling(Listener):
         self._watchdog.end()
 
     def record_loss(self, mean_loss: torch.Tensor) -> None:
-        """For telemetry: the mean loss of the batch in hand, unweighted; once a micro-step, or never."""
         plan, micro_step = self._handed_out[-1]
         weight = plan.loss_weight[micro_step, self._sampler.rank]
         self._stopwatch.add_loss(mean_loss.detach().float() * float(weight))

@@ -37,6 +37,9 @@ class Listener:
     def hand_out(self, plan: Plan, micro_step: int, wait_ms: float) -> None:
         """It gets the one of this micro-step, after waiting for so long."""
 
+    def record_loss(self, mean_loss: torch.Tensor) -> None:
+        """The mean loss of the batch in hand, unweighted."""
+
     def close(self) -> None:
         """An iteration ended, by itself or by a `break`."""
 
@@ -100,6 +103,10 @@ class PlannedBatches:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.invalidate()
         return self._iterate(self._iteration)
+
+    def record_loss(self, mean_loss: torch.Tensor) -> None:
+        """For telemetry: the mean loss of the batch in hand, unweighted; once a micro-step, or never."""
+        self._listener.record_loss(mean_loss)
 
     def invalidate(self) -> None:
         """Ends iterations in progress: the position jumps, or another iteration begins."""
