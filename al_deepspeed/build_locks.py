@@ -1,8 +1,8 @@
 """Says what a silent start waits for: a build lock that a killed process left behind.
 
-DeepSpeed compiles ops at first use. Torch guards such a build by a file named `lock`, which only the process
-that made it removes. If that process is killed, every later one waits for the file, for ever and without a
-word, inside `init_distributed`.
+DeepSpeed compiles ops at first use, and at each later start has ninja look whether they still hold. Torch
+guards that by a file named `lock`, which only the process that made it removes. If that process is killed,
+every later one waits for the file, for ever and without a word, inside `init_distributed`.
 """
 
 import os
