@@ -128,17 +128,17 @@ def _times(scenario: Scenario, name: str, function: Callable, grouped: bool, cop
     sets = max(1, min(CALLS, round(CACHE_BYTES / (scenario.rows * scenario.features * 2))))
     leaves = [scenario.leaves(grouped) for _ in range(sets)]
     forwards = [lambda given=given: function(*given) for given in leaves]
-    forward_us = _device_us(forwards)
+    directions = {} if name == "fused dtile" else {"forward": _device_us(forwards)}  # one forward for both
     graphs = []
     for given in leaves:
         outputs = function(*given)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         graphs.append((outputs, given, [torch.randn_like(out) for out in outputs]))
-    backward_us = _device_us(
+    directions["backward"] = _device_us(
         [lambda graph=graph: torch.autograd.grad(*graph, retain_graph=True) for graph in graphs]
     )
     found = []
-    for direction, us in (("forward", forward_us), ("backward", backward_us)):
+    for direction, us in directions.items():
         fewest = scenario.fewest_bytes(direction == "backward")
         found.append(
             {
