@@ -79,7 +79,7 @@ def cut_by_class(task: Task, used: IntArray, classes: Classes) -> tuple[Pieces, 
     bucket, home = np.nonzero(numbers)
     left = np.flatnonzero(rest)
     costs = task.cost.cost(rest[left], task.corpus.tokens[used[left]])
-    home_of_rest = homes_of_rests(classes.target, lacking, costs)
+    home_of_rest = homes_of_rests(classes.target, lacking, costs, classes.riders[left])
     pieces = task.cut(
         used[np.concatenate([bucket, left])],
         np.concatenate([(numbers * classes.size)[bucket, home], rest[left]]),

@@ -34,6 +34,7 @@ class Classes:
     share: part of a bucket's samples that a class gets, float64 [buckets, classes]; rows sum to 1.
     rank_time: W summed over all samples: what the epoch takes of all ranks together.
     information: between shape and class, bits a sample; 0 when every class has the corpus's mix.
+    riders: buckets whose share does not follow their costs, bool [buckets].
     """
 
     target: FloatArray
@@ -41,6 +42,7 @@ class Classes:
     share: FloatArray
     rank_time: float
     information: float
+    riders: np.ndarray
 
 
 def best_classes(
@@ -114,6 +116,7 @@ def _divide(menu: _Menu, temperature: float, windows: float) -> Classes:
                 share,
                 float(counts @ taken.sum(axis=1)),
                 _information(share, counts),
+                menu.riders,
             )
         weakest = lacking[np.argsort(micro_batches[lacking], kind="stable")]
         live = np.delete(live, weakest[: -(-len(weakest) // 2)])

@@ -51,35 +51,42 @@ def divide_samples(classes: Classes, counts: IntArray, aim: IntArray) -> tuple[I
     """Whole micro-batches a bucket and class near the shares, and a total a class near the aim.
 
     Returns:
-        numbers of micro-batches [buckets, classes]; the samples of each bucket that fill none, fewer than
-        any of its batch sizes; and how many micro-batches each class lacks.
+        numbers of micro-batches [buckets, classes]; the samples of each bucket that fill none, fewer than any
+        of its batch sizes; and how many micro-batches a class lacks, of others and of riders: [2, classes].
     """
     wanted = np.where(classes.size > 0, counts[:, None] * classes.share / np.maximum(classes.size, 1), 0.0)
     numbers = np.floor(wanted).astype(np.int64)
     rest = counts - (numbers * classes.size).sum(axis=1)
-    lacking = aim - numbers.sum(axis=0)
-    for bucket, size in enumerate(classes.size):
+    of_riders = wanted[classes.riders].sum(axis=0)
+    lacking = np.stack([aim - of_riders, of_riders])
+    lacking -= [numbers[~classes.riders].sum(axis=0), numbers[classes.riders].sum(axis=0)]
+    for bucket, (size, rider) in enumerate(zip(classes.size, classes.riders.astype(int), strict=True)):
         while True:
             fits = np.flatnonzero((size > 0) & (size <= rest[bucket]) & (wanted[bucket] > 0))
             if len(fits) == 0:
                 break
-            chosen = fits[np.argmax(lacking[fits])]
+            common_rider = rider and wanted[bucket].sum() >= len(aim)
+            need = wanted[bucket] - numbers[bucket] if common_rider else lacking[rider]
+            chosen = fits[np.argmax(need[fits])]
             numbers[bucket, chosen] += 1
-            lacking[chosen] -= 1
+            lacking[rider, chosen] -= 1
             rest[bucket] -= size[chosen]
     return numbers, rest, lacking
 
 
-def homes_of_rests(targets: FloatArray, lacking: IntArray, costs: FloatArray) -> IntArray:
-    """A class for each micro-batch of left-over samples: the lowest with room, if possible one that lacks
-    one.
+def homes_of_rests(
+    targets: FloatArray, lacking: FloatArray, costs: FloatArray, riders: np.ndarray
+) -> IntArray:
+    """A class with room for each micro-batch of left-over samples: the lowest that lacks one, or the lowest.
+
+    Riders go where most of them are lacking.
     """
     lacking = lacking.copy()
     homes = np.searchsorted(targets, costs * (1 - 1e-9))
-    for place, lowest in enumerate(homes.tolist()):
-        wanted = np.flatnonzero(lacking[lowest:] > 0)
-        homes[place] = lowest + (wanted[0] if len(wanted) else 0)
-        lacking[homes[place]] -= 1
+    for place, (lowest, rider) in enumerate(zip(homes.tolist(), riders.astype(int).tolist(), strict=True)):
+        room = lacking[rider, lowest:]
+        homes[place] = lowest + np.argmax(room if rider else room > 0)
+        lacking[rider, homes[place]] -= 1
     return homes
 
 

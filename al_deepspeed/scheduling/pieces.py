@@ -94,7 +94,7 @@ def shuffle_within_buckets(bucket: IntArray, bits: np.random.PCG64) -> IntArray:
 
 def evenly_chosen(values: np.ndarray, number: int) -> np.ndarray:
     """`number` of the values at even distances."""
-    return values[np.arange(number) * len(values) // max(1, number)]
+    return values[(2 * np.arange(number) + 1) * len(values) // max(1, 2 * number)]
 
 
 def cut(bucket: IntArray, first: IntArray, count: IntArray, size: IntArray, home: IntArray) -> Pieces:
