@@ -8,8 +8,8 @@ A launch is three layers of processes: the `deepspeed` runner, its launcher, and
 forwards no signal on one node, so a launch gets its own process group, which leaving the `with` block kills.
 
 What made launches hang now and then, and what is done about it here:
-- DeepSpeed compiles its CPU op at the first launch, and each later launch asks ninja whether it still holds.
-  Torch guards that by a lock file, which stays when the process that made it is killed: a rank killed while it
+- DeepSpeed compiles its CPU op at the first launch, and at each later one ninja looks whether it still
+  holds. Torch guards that by a lock file, which stays when the process that made it is killed: a rank killed while it
   starts makes every later launch wait, for ever and without a word. Two virtual environments that share
   torch's default folder also build the op anew, in turns. So the launches of one virtual environment have a
   folder of their own, and a lock there that no process holds is removed.
