@@ -24,7 +24,14 @@ from al_deepspeed.learning_rate import ScaledLearningRate
 from al_deepspeed.loader import Listener, PlannedBatches
 from al_deepspeed.scheduling.plan import Plan
 from al_deepspeed.scheduling.sampler import PlanSampler
-from al_deepspeed.telemetry import Stopwatch, TelemetryFile, gather_rows, monitor_events, planned_figures
+from al_deepspeed.telemetry import (
+    Stopwatch,
+    TelemetryFile,
+    gather_rows,
+    monitor_events,
+    planned_figures,
+    step_counts,
+)
 from al_deepspeed.watchdog import Watchdog
 
 CHECKPOINT_KEY = "al_deepspeed"
@@ -90,13 +97,16 @@ class Coupling(Listener):
             self._warned.add(warning)
         del self._handed_out[self._entered_step :]  # drawn by an iteration that was left
         self._handed_out.append((plan, micro_step))
-        self._stopwatch.hand_out(wait_ms)
+        if self._measures:
+            self._stopwatch.hand_out(wait_ms)
         self._watchdog.begin(micro_step)
 
     def close(self) -> None:
         self._watchdog.end()
 
     def record_loss(self, mean_loss: torch.Tensor) -> None:
+        if not self._measures:
+            return
         plan, micro_step = self._handed_out[-1]
         weight = plan.loss_weight[micro_step, self._sampler.rank]
         self._stopwatch.add_loss(mean_loss.detach().float() * float(weight))
@@ -128,7 +138,8 @@ class Coupling(Listener):
     def _enter_step(self) -> None:
         if len(self._handed_out) > self._entered_step:
             self._entered_step = len(self._handed_out)
-            self._stopwatch.enter_step()
+            if self._measures:
+                self._stopwatch.enter_step()
 
     def _complete_step(self, figures: dict[str, Any]) -> None:
         plan, first = self._handed_out[0]
@@ -141,10 +152,11 @@ class Coupling(Listener):
                 "engine.step(), in order, and do not move DeepSpeed's gradient accumulation boundary."
             )
         rows = slice(first, first + plan.accumulation)
-        self._totals["samples"] += int(plan.samples[rows].sum())
-        self._totals["tokens"] += int(plan.tokens[rows].sum())
+        counts = step_counts(plan, rows)
+        self._totals["samples"] += counts["samples"]
+        self._totals["tokens"] += counts["tokens"]
         if self._measures:
-            self._report(planned_figures(plan, rows) | figures)
+            self._report(counts | planned_figures(plan, rows) | figures)
         epoch = self._sampler.epoch
         self._sampler.advance(plan.accumulation)
         self._begin_step()

@@ -164,15 +164,20 @@ def gather_rows(row: torch.Tensor, data_rank_of: Sequence[int]) -> dict[str, Any
     }
 
 
+def step_counts(plan: Plan, rows: slice) -> dict[str, int]:
+    """What counts of a step, `rows` being its micro-steps: cheap, as a plan may have millions of rows."""
+    filler = plan.filler[rows]
+    samples = np.where(filler, 0, plan.size[rows])
+    tokens = samples.astype(np.int64) * plan.corpus.tokens[plan.bucket[rows]]
+    return {"samples": int(samples.sum()), "tokens": int(tokens.sum()), "fillers": int(filler.sum())}
+
+
 def planned_figures(plan: Plan, rows: slice) -> dict[str, Any]:
     """What the plan says of a step, `rows` being its micro-steps; see the head of this file."""
     bucket = plan.bucket[rows]
     shapes = ["x".join(map(str, shape)) for shape in plan.corpus.shapes.tolist()]
     return {
         "micro_step": rows.start,
-        "samples": int(plan.samples[rows].sum()),
-        "tokens": int(plan.tokens[rows].sum()),
-        "fillers": int(plan.filler[rows].sum()),
         "shape": [[shapes[index] for index in row] for row in bucket.tolist()],
         "kind": [[plan.corpus.kinds[index] for index in row] for row in bucket.tolist()],
         "batch_size": plan.size[rows].tolist(),

@@ -9,10 +9,10 @@ forwards no signal on one node, so a launch gets its own process group, which le
 
 What made launches hang now and then, and what is done about it here:
 - DeepSpeed compiles its CPU op at the first launch, and at each later one ninja looks whether it still
-  holds. Torch guards that by a lock file, which stays when the process that made it is killed: a rank killed while it
-  starts makes every later launch wait, for ever and without a word. Two virtual environments that share
-  torch's default folder also build the op anew, in turns. So the launches of one virtual environment have a
-  folder of their own, and a lock there that no process holds is removed.
+  holds. Torch guards that by a lock file, which stays when the process that made it is killed: a rank killed
+  while it starts makes every later launch wait, for ever and without a word. Two virtual environments that
+  share torch's default folder also build the op anew, in turns. So the launches of one virtual environment
+  have a folder of their own, and a lock there that no process holds is removed.
 - A rank that fails within a collective makes gloo abort the others ("terminate called"): look for its error.
 - A DataLoader worker that ignores SIGTERM keeps its rank from exiting: Python ends it by SIGTERM and waits.
 At the time limit each rank gets SIGABRT and, by `PYTHONFAULTHANDLER`, prints where its threads stand; then
