@@ -10,6 +10,7 @@ the ranks agree at the next step boundary, save together and leave; `--resume` g
 import argparse
 import json
 import sys
+import warnings
 
 import deepspeed
 import torch
@@ -164,6 +165,8 @@ def _open(manifest: str, arguments: argparse.Namespace, seed: int) -> tuple[Flow
 
 def main() -> None:
     arguments = options.parser(__doc__.splitlines()[0]).parse_args()
+    # DeepSpeed calls collectives by names that newer torch deprecates, at every layer.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     get_accelerator().set_device(arguments.local_rank)
     deepspeed.init_distributed()
     try:
