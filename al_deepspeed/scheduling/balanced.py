@@ -4,24 +4,25 @@
 2. Cut: in a class with target T a micro-batch has the largest B with cost(B, S) <= T.
 3. Fill: make the micro-batches of each class a multiple of R (filling.py); what is over waits in a pool, with
    the halves that complete the last step.
-4. Deal: spread kinds and shapes evenly over the micro-steps of a class, R micro-batches each. In windows of
-   `lookahead` micro-steps the commonest kind is then ordered by cost.
+4. Deal: spread kinds and shapes evenly over the micro-steps of a class, R micro-batches each.
 5. Join G micro-steps to a step so that steps hold nearly equal numbers of tokens (steps.py).
 
-`mixing` says what may be paid for resemblance: "corpus" a little of the epoch's time, "free" nothing.
+`mixing` says what may be paid for resemblance: "corpus" a little of the epoch's time; "free" deals by cost
+alone.
 """
 
 import numpy as np
 
 from al_deepspeed.scheduling.arrangement import Arrangement, Task, complete
 from al_deepspeed.scheduling.classes import Classes
-from al_deepspeed.scheduling.composition import choose_classes
+from al_deepspeed.scheduling.composition import choose_classes, rarer_kinds
 from al_deepspeed.scheduling.filling import (
     POOL,
     aim_at_whole_micro_steps,
     divide_samples,
     fill_classes,
     homes_of_rests,
+    share_with_pool,
 )
 from al_deepspeed.scheduling.pieces import Pieces, spread_evenly
 from al_deepspeed.scheduling.shapes import FloatArray, IntArray
@@ -57,7 +58,12 @@ def balanced(task: Task) -> Arrangement:
 
 def _place(task: Task, used: IntArray, classes: Classes) -> tuple[Pieces, np.ndarray, int]:
     """Micro-batches of these classes, R in a row a micro-step; which are fillers; how many were split off."""
-    pieces, filler, splits = complete(task, fill_classes(task, *cut_by_class(task, used, classes)), POOL)
+    pieces, targets = cut_by_class(task, used, classes)
+    pieces, filler, splits = complete(task, fill_classes(task, pieces, targets), POOL)
+    if task.options.mixing == "corpus":
+        rare = np.zeros(task.corpus.buckets, dtype=bool)
+        rare[used[rarer_kinds(task, used)]] = True
+        pieces = share_with_pool(task, pieces, rare[pieces.bucket], filler, targets)
     order = deal(task, pieces, filler)
     return pieces.take(order), filler[order], splits
 
@@ -93,20 +99,16 @@ def deal(task: Task, pieces: Pieces, filler: np.ndarray) -> IntArray:
     """Order of the micro-batches in which R in a row are a micro-step.
 
     Under mixing "free" that is by cost, which makes the sum of the slowest least. Under "corpus" it is class
-    by class, the pool first: kinds and shapes are spread evenly over a class, and only the commonest kind is
-    then ordered by cost inside each window; inside the pool, whose costs differ more, from end to end.
+    by class, kinds and shapes spread evenly over each. Only of the pool, where costs differ more, the
+    commonest kind is ordered by cost.
     """
     costs = np.where(filler, 0.0, task.costs(pieces))
     if task.options.mixing == "free":
         return np.argsort(costs, kind="stable")
     keys = _even_keys(task, pieces)
-    windows = np.maximum(1, len(pieces) // (task.options.lookahead * task.world_size))
-    window = np.where(pieces.home == POOL, 0, np.floor(keys * windows))
     kind = task.kind_codes[pieces.bucket]
-    commonest = np.flatnonzero(kind == np.argmax(np.bincount(kind, weights=costs)))
-    evenly = commonest[np.lexsort((keys[commonest], pieces.home[commonest]))]
-    by_cost = commonest[np.lexsort((costs[commonest], window[commonest], pieces.home[commonest]))]
-    keys[by_cost] = keys[evenly]
+    pool = np.flatnonzero((pieces.home == POOL) & (kind == np.argmax(np.bincount(kind, weights=costs))))
+    keys[pool[np.argsort(costs[pool], kind="stable")]] = np.sort(keys[pool])
     return np.lexsort((keys, pieces.home))
 
 

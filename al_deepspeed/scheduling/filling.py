@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from al_deepspeed.scheduling.arrangement import Task
-from al_deepspeed.scheduling.classes import Classes
+from al_deepspeed.scheduling.classes import LEAST_POPULARITY, Classes
 from al_deepspeed.scheduling.pieces import Pieces, evenly_chosen
 from al_deepspeed.scheduling.shapes import FloatArray, IntArray
 
@@ -26,7 +26,8 @@ def aim_at_whole_micro_steps(classes: Classes, counts: IntArray, ranks: int) -> 
         the classes, and the number of micro-batches that each aims at.
     """
     per_sample = counts[:, None] / np.maximum(1, classes.size)
-    share = classes.share
+    share, riders = classes.share, classes.riders
+    has_room = classes.size[riders] > 0
     micro_batches = (per_sample * share).sum(axis=0)
     aim = _largest_remainders(micro_batches / ranks) * ranks
     largest = int(np.argmax(micro_batches))
@@ -35,6 +36,8 @@ def aim_at_whole_micro_steps(classes: Classes, counts: IntArray, ranks: int) -> 
         factor[largest] = 1.0
         share = share * factor
         share = share / share.sum(axis=1, keepdims=True)
+        share[riders] = has_room * np.maximum(LEAST_POPULARITY, counts[~riders] @ share[~riders])
+        share[riders] /= share[riders].sum(axis=1, keepdims=True)
     aim[largest] = (per_sample * share).sum(axis=0)[largest]
     return replace(classes, share=share), aim
 
@@ -139,3 +142,19 @@ def moves_up(numbers: IntArray, targets: FloatArray, price: FloatArray, ranks: i
         if over >= 0 and waste < best:
             best, chosen = waste, (moves[1:], open_class)
     return chosen
+
+
+def share_with_pool(
+    task: Task, pieces: Pieces, rare: np.ndarray, filler: np.ndarray, targets: FloatArray
+) -> Pieces:
+    """Let the pool have its share of the rarer kinds, in exchange for micro-batches of its own that fit."""
+    pooled = pieces.home == POOL
+    missing = int(np.round(rare.mean() * pooled.sum())) - int((rare & pooled).sum())
+    given = np.flatnonzero(pooled & ~rare & ~filler)
+    taken = np.flatnonzero(~pooled & rare)
+    exchanged = max(0, min(missing, len(given), len(taken)))
+    given, taken = evenly_chosen(given, exchanged), evenly_chosen(taken, exchanged)
+    fits = task.costs(pieces.take(given)) <= targets[pieces.home[taken] - 1] * (1 + 1e-9)
+    home = pieces.home.copy()
+    home[given[fits]], home[taken[fits]] = home[taken[fits]], POOL
+    return replace(pieces, home=home)

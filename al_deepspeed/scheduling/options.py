@@ -23,7 +23,8 @@ class PlanOptions:
     strategy: equal_token (memory alone), dual_constraint (the paper's rule, dealt at random), balanced
         (ours).
     mixing: balanced only. "corpus" keeps every step near the corpus's mix; "free" gives that up.
-    lookahead: balanced only. Micro-steps of a window that has to hold the corpus's mix; more balance better.
+    lookahead: balanced only. Micro-steps of a window, in which every class of costs occurs and steps are made
+        even: a longer one balances better.
     group_by_shape: all ranks of a micro-step run one shape, for models that need it; replaces `mixing`.
     loss_weighting, normalise_by: see weights.py.
     tail: "split" micro-batches to fill the last step, or "drop" what does not fill one.

@@ -26,8 +26,7 @@ def order_micro_steps(
 
     Args:
         amounts: what should be even over steps, each column in units of its own: [micro_steps, columns].
-            Layers
-            are cut by the first.
+            Layers are cut by the first.
         home: class of each micro-step.
         accumulation: G; there are whole steps.
         lookahead: micro-steps that may be exchanged with one another.
@@ -40,7 +39,7 @@ def order_micro_steps(
     windows = max(1, steps // window)
     edges = np.arange(windows + 1) * steps // windows * accumulation
     parts = [mixed[start:end] for start, end in itertools.pairwise(edges.tolist())]
-    relative = amounts / amounts.mean(axis=0)
+    relative = amounts / np.maximum(1e-300, amounts.mean(axis=0))
     return np.concatenate([part[_join(relative[part], accumulation, bits)] for part in parts])
 
 
