@@ -72,13 +72,13 @@ def test_length_is_what_iteration_yields():
 
 def test_resuming_gives_the_sequence_of_a_run_without_a_stop_over_two_epochs():
     whole, stopped = samplers(2, 2), samplers(2, 2)
-    epoch = len(whole[0])
-    expected = [train(whole, 1) for _ in range(2 * epoch)]
+    first, second = ([train(whole, 1) for _ in range(len(whole[0]))] for _ in range(2))
     before = [train(stopped, 1) for _ in range(8)]
-    after = [train(world, 1) for world in [resumed(saved(stopped), 2, 2)] for _ in range(2 * epoch - 8)]
-    assert before + after == expected
-    assert sorted(chain(*expected[:epoch])) == sorted(chain(*expected[epoch:])) == list(range(900))
-    assert expected[:epoch] != expected[epoch:]
+    world = resumed(saved(stopped), 2, 2)
+    after = [train(world, 1) for _ in range(len(first) + len(second) - 8)]
+    assert before + after == first + second
+    assert sorted(chain(*first)) == sorted(chain(*second)) == list(range(900))
+    assert first != second
 
 
 def test_an_unfinished_step_runs_again():
