@@ -96,9 +96,7 @@ class Trainer:
             )
             stopped = self._run_epochs(stop)
             self._progress.close()
-            checkpoints.save(
-                self.engine, self.checkpoints, self.engine.global_steps, keep=self.arguments.keep
-            )
+            self._save()
         if not stopped:
             wan.export(self.model, self.folder / "model")
 
