@@ -1,0 +1,109 @@
+// What the backward kernels share: chunks of rows and their partial sums, and one row's inputs for the kernels that
+// take any type.
+#pragma once
+
+#include "adaln_launch.h"
+
+namespace adaln {
+
+// ---- chunks ----------------------------------------------------------------------------------------------------
+// The rows are cut into chunks, each summed by one block in a fixed order, so that the bits never depend on which SM
+// ran it. The hardware starts blocks in order: first one large chunk for every block that fits on the device, then
+// small ones that fill in wherever an SM is done early.
+struct Chunks {
+  int64_t large_count, large_rows, small_rows, count;
+
+  static Chunks equal(int64_t rows, int64_t rows_each) {
+    const int64_t count = (rows + rows_each - 1) / rows_each;
+    return {count, rows_each, 1, count};
+  }
+  __device__ __forceinline__ int64_t first(int64_t chunk) const {
+    return chunk < large_count ? chunk * large_rows : large_count * large_rows + (chunk - large_count) * small_rows;
+  }
+  __device__ __forceinline__ int64_t last(int64_t chunk, int64_t rows) const { return min(first(chunk + 1), rows); }
+  __device__ __forceinline__ int64_t of(int64_t row) const {
+    const int64_t in_large = large_count * large_rows;
+    return row < in_large ? row / large_rows : large_count + (row - in_large) / small_rows;
+  }
+};
+
+// fp32 sums over the rows that a chunk and a group have in common, at slot chunk + group: both only ever grow from
+// one such piece to the next, so slots are distinct and those of a group lie side by side.
+//   sum 0: dy    sum 1: dy * h    (with `norm_sums`)
+//   last : dr * branch            (with `gate_sum`)
+struct Partials {
+  float* data;
+  int64_t width;  // features, rounded up to whole tiles
+  bool norm_sums, gate_sum;
+  bool weigh;  // sums over dy * (1 + scale) instead, all rows as one group: for dweight, dbias of per-token scale
+
+  __host__ __device__ int count() const { return 2 * norm_sums + gate_sum; }
+  __device__ __forceinline__ float* slot(int64_t chunk, int64_t group) const {
+    return data + (chunk + group) * count() * width;
+  }
+  __device__ __forceinline__ int64_t group_index(const Geometry& geometry, const Place& place) const {
+    return weigh ? 0 : geometry.group_index(place);
+  }
+};
+constexpr int kTile = 32;  // columns a block of reduce_partials() takes
+inline int64_t padded(int64_t features) { return (features + kTile - 1) / kTile * kTile; }
+
+// ---- one row, any types ----------------------------------------------------------------------------------------
+
+struct RowReader {
+  const AdalnBackward& op;
+  const void *x_row, *branch_row, *gate_row, *scale_row, *dy_row;
+  float mean, rstd;
+
+  __device__ RowReader(const AdalnBackward& op, const Place& place, int64_t row)
+      : op(op),
+        x_row(op.x.data ? row_of(op.x, place) : nullptr),
+        branch_row(op.branch.data ? row_of(op.branch, place) : nullptr),
+        gate_row(op.gate.data ? row_of(op.gate, place) : nullptr),
+        scale_row(op.scale.data ? row_of(op.scale, place) : nullptr),
+        dy_row(op.dy.data ? row_of(op.dy, place) : nullptr),
+        mean(op.dy.data && op.norm == ADALN_LAYER_NORM ? op.mean[row] : 0.f),
+        rstd(op.dy.data ? op.rstd[row] : 0.f) {}
+  __device__ float dy(int i) const { return load_one(dy_row, op.dy.dtype, i); }
+  __device__ float branch(int i) const { return load_one(branch_row, op.branch.dtype, i); }
+  __device__ float gate(int i) const { return gate_row ? load_one(gate_row, op.gate.dtype, i) : 1.f; }
+  __device__ float r(int i) const {
+    const float x = load_one(x_row, op.x.dtype, i);
+    return branch_row ? round_to(op.residual_dtype, fmaf(gate(i), branch(i), x)) : x;
+  }
+  __device__ float factor(int i) const {  // of dy in g
+    const float c = scale_row ? 1.f + load_one(scale_row, op.scale.dtype, i) : 1.f;
+    return op.weight.data ? c * load_one(op.weight.data, op.weight.dtype, i) : c;
+  }
+  __device__ float affine(float h, int i) const {
+    const float w = op.weight.data ? load_one(op.weight.data, op.weight.dtype, i) : 1.f;
+    return op.bias.data ? fmaf(h, w, load_one(op.bias.data, op.bias.dtype, i)) : h * w;
+  }
+};
+
+inline bool all_backward_aligned(const AdalnBackward& op, int width) {
+  return op.features % width == 0 &&
+         all_aligned(width, {op.x, op.branch, op.dy, op.dresidual_out, op.dx, op.dbranch},
+                     {op.scale, op.gate, op.dshift, op.dscale, op.dgate}, {op.weight, op.bias});
+}
+
+// ---- kernels, each in the file of its name ---------------------------------------------------------------------
+
+cudaError_t backward_rows(const AdalnBackward& op, const Geometry& geometry, float2* row_means, cudaStream_t stream);
+
+// How the one-pass kernel would run; blocks == 0: it does not take this operator.
+struct OnePassPlan {
+  int tile_rows, stages, threads, shared_bytes;
+  Chunks chunks;
+};
+OnePassPlan plan_one_pass(const AdalnBackward& op, const Geometry& geometry);
+cudaError_t backward_one_pass(const AdalnBackward& op, const Geometry& geometry, const OnePassPlan& plan,
+                              const Partials& partials, cudaStream_t stream);
+
+Chunks plan_columns(const Geometry& geometry);
+cudaError_t backward_columns(const AdalnBackward& op, const Geometry& geometry, const Chunks& chunks,
+                             const Partials& partials, const float2* row_means, cudaStream_t stream);
+cudaError_t reduce_partials(const AdalnBackward& op, const Geometry& geometry, const Chunks& chunks,
+                            const Partials& partials, float* group_sums, cudaStream_t stream);
+
+}  // namespace adaln

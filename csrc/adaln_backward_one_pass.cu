@@ -1,0 +1,496 @@
+// Backward in one pass over x and dy: dx is written and the sums over rows are kept in registers on the way.
+#include "adaln_backward.h"
+
+namespace adaln {
+namespace {
+
+constexpr int kColumns = 8;  // columns a thread owns
+constexpr int kMaxStages = 8;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define ADALN_BULK_COPY 1  // cp.async.bulk onto an mbarrier; otherwise cp.async by every thread
+#else
+#define ADALN_BULK_COPY 0
+#endif
+
+// ---- the ring: tiles of rows on their way from memory to shared memory -------------------------------------------
+// Stage s holds kRows rows of every stream, each row padded to the block's width. full[s] counts a tile in; the block
+// barrier at the end of each tile says that a stage may be filled again.
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+__device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again%=:\n"
+#if ADALN_BULK_COPY
+      "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+#else
+      "mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n"
+#endif
+      "@!done bra again%=;\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// Ordinary writes to the ring and to its barriers come before later bulk copies into them.
+__device__ __forceinline__ void copy_fence() {
+#if ADALN_BULK_COPY
+  asm volatile("fence.proxy.async;" ::: "memory");
+#endif
+}
+
+struct Stream {
+  const char* data;
+  int64_t sample_bytes, token_bytes;  // strides
+};
+constexpr int kMaxStreams = 4;  // x, dy, branch, dresidual_out
+
+struct OnePass {
+  AdalnBackward op;
+  Geometry geometry;
+  Chunks chunks;
+  Partials partials;
+  Stream streams[kMaxStreams];
+  int stream_count, stages;
+  int row_pitch, stage_bytes;  // in the ring
+  float inverse;               // 1 / features
+};
+
+// Brings up to kRows rows of every stream into one stage. On sm_90 a lane starts one bulk copy of a whole row;
+// before, every thread copies its own columns.
+template <int kBytes, int kRows>
+__device__ __forceinline__ void fill_stage(const OnePass& p, char* stage, uint64_t* full,
+                                           int sample, int token, int rows) {
+#if ADALN_BULK_COPY
+  if (threadIdx.x >= kWarp) return;
+  const uint32_t row_bytes = p.geometry.features * kBytes;
+  if (threadIdx.x == 0) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(full)),
+                 "r"(row_bytes * rows * p.stream_count)
+                 : "memory");
+  }
+  __syncwarp();
+  const int stream = threadIdx.x / kRows, row = threadIdx.x % kRows;
+  if (stream >= p.stream_count || row >= rows) return;
+  const Stream& from = p.streams[stream];
+  const char* source = from.data + sample * from.sample_bytes + (token + row) * from.token_bytes;
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(stage + (stream * kRows + row) * p.row_pitch)),
+               "l"(source), "r"(row_bytes), "r"(shared_address(full))
+               : "memory");
+#else
+  const int offset = threadIdx.x * kColumns * kBytes;
+  if (offset < p.geometry.features * kBytes) {
+    for (int stream = 0; stream < p.stream_count; ++stream) {
+      const Stream& from = p.streams[stream];
+      for (int row = 0; row < rows; ++row) {
+        const char* source =
+            from.data + sample * from.sample_bytes + (token + row) * from.token_bytes + offset;
+        const uint32_t target = shared_address(stage + (stream * kRows + row) * p.row_pitch + offset);
+#pragma unroll
+        for (int i = 0; i < kColumns * kBytes; i += 16)
+          asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target + i), "l"(source + i) : "memory");
+      }
+    }
+  }
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(full)) : "memory");
+#endif
+}
+
+// Threads of a block at most: what the registers of a thread leave room for.
+__host__ __device__ constexpr int max_threads(int tile_rows, bool branch, int element_bytes) {
+  if (branch) return tile_rows == 2 ? 384 : element_bytes == 4 ? 512 : 640;
+  return tile_rows == 4 ? 512 : 640;
+}
+
+// n (4 or 8) columns of this thread.
+template <class T, int n>
+__device__ __forceinline__ void read_columns(const char* p, float (&f)[n]) {
+  if constexpr (T::kWidth == n) {
+    T::unpack(*reinterpret_cast<const uint4*>(p), f);
+  } else if constexpr (n == 8) {
+    float half[4];
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      read_columns<T, 4>(p + 16 * k, half);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) f[4 * k + i] = half[i];
+    }
+  } else {
+    const uint2 v = *reinterpret_cast<const uint2*>(p);
+    float eight[8];
+    T::unpack(make_uint4(v.x, v.y, 0, 0), eight);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) f[i] = eight[i];
+  }
+}
+
+template <class T, int n>
+__device__ __forceinline__ void round_all(float (&f)[n]) {
+  if constexpr (T::kBytes == 2) {
+#pragma unroll
+    for (int i = 0; i < n; i += 2) {
+      const uint32_t two = T::pair(f[i], f[i + 1]);
+      float eight[8];
+      T::unpack(make_uint4(two, 0, 0, 0), eight);
+      f[i] = eight[0];
+      f[i + 1] = eight[1];
+    }
+  }
+}
+
+// ---- the kernel --------------------------------------------------------------------------------------------------
+// A block takes one chunk of rows and the whole width; each thread owns 8 columns and walks down the rows.
+//   reads   x, dy (branch, dresidual_out)   rows * D * sizeof(T)   once, through the ring, a tile of kRows rows a stage
+//           mean, rstd                      8 bytes a row          a lane a row, two tiles ahead
+//   writes  dx (dbranch)                    rows * D * sizeof(T)   16 bytes a thread, full lines a warp
+//           partial sums                    sums * D * 4           a chunk and group
+// Per tile, first half: each thread adds g and g * (r - mean) over its columns, the warps sum them by shuffles and
+// leave them in shared memory. Second half, a barrier later: the block's sums, then dx, and the sums over rows in
+// registers. Between two barriers a warp runs the first half of one tile and the second half of the one before, so
+// that shuffles, shared memory and arithmetic of independent tiles overlap, at one barrier a tile.
+template <class T, int kRows, bool kBranch>
+__global__ void __launch_bounds__(max_threads(kRows, kBranch, T::kBytes), 1) one_pass(const __grid_constant__ OnePass p) {
+  constexpr int N = 2 * kRows;  // sums a tile
+  constexpr int kBytes = T::kBytes;
+  extern __shared__ __align__(128) char ring[];
+  __shared__ float warp_shares[2][kWarp * N];
+  __shared__ uint64_t full[kMaxStages];
+  __shared__ int4 ahead[2];
+  let_next_start();  // reduce_partials() may set up its blocks
+  const AdalnBackward& op = p.op;
+  const Geometry& geometry = p.geometry;
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
+  const int column = threadIdx.x * kColumns;
+  const bool active = column < geometry.features;
+  const bool layer_norm = op.norm == ADALN_LAYER_NORM;
+  const bool has_residual_gradient = kBranch && op.dresidual_out.data;
+
+  const int chunk = blockIdx.x;
+  const int last = static_cast<int>(p.chunks.last(chunk, geometry.rows));
+  int row = static_cast<int>(p.chunks.first(chunk));
+
+  if (threadIdx.x == 0) ahead[0] = make_int4(row, row, 0, 0);
+  if (threadIdx.x == 0)
+    for (int s = 0; s < p.stages; ++s) barrier_init(&full[s], ADALN_BULK_COPY ? 1 : blockDim.x);
+  if (!active) {  // the padding of every row reads as zero, for good
+    for (int i = 0; i < p.stages * p.stream_count * kRows; ++i)
+      for (int j = 0; j < kColumns * kBytes; j += 16)
+        *reinterpret_cast<uint4*>(ring + i * p.row_pitch + column * kBytes + j) = make_uint4(0, 0, 0, 0);
+  }
+  copy_fence();
+  __syncthreads();
+  wait_for_previous();
+
+  // What comes next into the ring: (row, end of its run, its sample, that sample's first row). A tile never crosses into
+  // another group or sample. Kept twice: while one is read, thread 0 writes the other.
+  int turn = 0;
+  const auto fill = [&](int s) {
+    if (ADALN_BULK_COPY && threadIdx.x >= kWarp) return;
+    int4 next = ahead[turn];
+    if (next.x < last) {
+      if (next.x == next.y) {
+        const Place place = geometry.place(next.x);
+        next.y = static_cast<int>(min(int64_t{last}, geometry.run_end(next.x, place)));
+        next.z = static_cast<int>(place.sample);
+        next.w = next.x - static_cast<int>(place.token);
+      }
+      const int rows = min(kRows, next.y - next.x);
+      fill_stage<kBytes, kRows>(p, ring + s * p.stage_bytes, &full[s], next.z, next.x - next.w, rows);
+      next.x += rows;
+    }
+    turn ^= 1;
+    if (threadIdx.x == 0) ahead[turn] = next;
+  };
+  for (int s = 0; s < p.stages; ++s) {
+    fill(s);
+    if (ADALN_BULK_COPY) __syncwarp();
+    else __syncthreads();
+  }
+
+  float factor[kColumns], gate[kColumns];
+  float sum_dy[kColumns] = {}, sum_dyh[kColumns] = {}, sum_gate[kColumns] = {};
+  const auto flush = [&](int64_t group) {
+    if (!active) return;
+    float* slot = p.partials.slot(chunk, group) + column;
+    const int64_t width = p.partials.width;
+    const auto put = [&](float* to, float(&sum)[kColumns]) {
+      store_some<kColumns>(to, ADALN_F32, 0, sum);
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) sum[i] = 0.f;
+    };
+    if (p.partials.norm_sums) {
+      put(slot, sum_dy);
+      put(slot + width, sum_dyh);
+    }
+    if (kBranch && p.partials.gate_sum) put(slot + 2 * p.partials.norm_sums * width, sum_gate);
+  };
+  // Lane l < kRows holds the mean of row l of a tile, lane kRows + l its rstd.
+  const auto load_statistics = [&](int tile, int end) {
+    const int own = tile + lane % kRows;
+    if (lane >= N || own >= end) return 0.f;
+    return lane >= kRows ? __ldg(op.rstd + own) : layer_norm ? __ldg(op.mean + own) : 0.f;
+  };
+  int stage = 0;
+  uint32_t parity = 0;
+
+  // Waits for the tile in stage s. Rows that a short tile lacks are set to zero and then cost nothing but time.
+  const auto await = [&](int s, uint32_t lap, int rows) {
+    barrier_wait(&full[s], lap);
+    if (rows < kRows) {
+      for (int stream = 0; stream < p.stream_count; ++stream)
+        for (int r = rows; r < kRows; ++r)
+          for (int j = 0; j < kColumns * kBytes; j += 16)
+            *reinterpret_cast<uint4*>(ring + s * p.stage_bytes + (stream * kRows + r) * p.row_pitch + column * kBytes + j) =
+                make_uint4(0, 0, 0, 0);
+      copy_fence();
+    }
+  };
+  // Columns [at, at + kPart) of row r of a tile: r itself (rounded as in the forward) and the branch.
+  constexpr int kPart = kBranch ? 4 : 8;  // at a time: with a branch there are more p.stream_count than registers
+  const auto read_r = [&](const char* tile, int r, int at, float (&out)[kPart], float (&branch)[kPart]) {
+    read_columns<T>(tile + r * p.row_pitch + at * kBytes, out);
+    if constexpr (kBranch) {
+      read_columns<T>(tile + (2 * kRows + r) * p.row_pitch + at * kBytes, branch);
+#pragma unroll
+      for (int i = 0; i < kPart; ++i) out[i] = fmaf(gate[at + i], branch[i], out[i]);
+      round_all<T>(out);
+    }
+  };
+  const auto first_half = [&](int s, float statistics, float* shares) {
+    const char* tile = ring + s * p.stage_bytes + column * kBytes;
+    float v[N];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const float mean = __shfl_sync(~0u, statistics, r);
+      float sum = 0.f, product = 0.f;
+#pragma unroll
+      for (int at = 0; at < kColumns; at += kPart) {
+        float x[kPart], d[kPart], branch[kPart];
+        read_r(tile, r, at, x, branch);
+        read_columns<T>(tile + (kRows + r) * p.row_pitch + at * kBytes, d);
+#pragma unroll
+        for (int i = 0; i < kPart; ++i) {
+          const float g = d[i] * factor[at + i];
+          sum += g;
+          product = fmaf(g, x[i] - mean, product);
+        }
+      }
+      v[r] = sum;
+      v[kRows + r] = product;
+    }
+    const float sum = warp_sums<N>(v);
+    if (lane % (kWarp / N) == 0) shares[warp * N + lane / (kWarp / N)] = sum;
+  };
+
+  int group = -1;
+  while (row < last) {  // a run of rows of one sample and group: their addresses grow by one stride
+    const Place place = geometry.place(row);
+    const int end = static_cast<int>(min(int64_t{last}, geometry.run_end(row, place)));
+    const int next_group = static_cast<int>(geometry.group_index(place));
+    if (group != next_group || geometry.mode == ADALN_GROUP_NONE) {
+      if (group >= 0 && group != next_group) flush(group);
+      group = next_group;
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+        factor[i] = 1.f;
+        gate[i] = 1.f;
+      }
+      if (active) {
+        if (op.scale.data) {
+          load_some<kColumns>(row_of(op.scale, place), op.scale.dtype, column, factor);
+#pragma unroll
+          for (int i = 0; i < kColumns; ++i) factor[i] += 1.f;
+        }
+        if (op.weight.data) {
+          float w[kColumns];
+          load_some<kColumns>(op.weight.data, op.weight.dtype, column, w);
+#pragma unroll
+          for (int i = 0; i < kColumns; ++i) factor[i] *= w[i];
+        }
+        if (kBranch && op.gate.data) load_some<kColumns>(row_of(op.gate, place), op.gate.dtype, column, gate);
+      }
+    }
+    const auto out_row = [&](const AdalnRows& t) { return static_cast<char*>(row_of(t, place)) + column * kBytes; };
+    char* dx = op.dx.data ? out_row(op.dx) : nullptr;
+    char* dbranch = kBranch && op.dbranch.data ? out_row(op.dbranch) : nullptr;
+
+    float statistics = load_statistics(row, end), next_statistics = load_statistics(row + kRows, end);
+    int half = 0;
+    await(stage, parity, end - row);
+    first_half(stage, statistics, warp_shares[0]);
+    __syncthreads();
+    for (; row < end; row += kRows) {
+      const bool wraps = stage + 1 == p.stages;
+      const int next_stage = wraps ? 0 : stage + 1;
+      const uint32_t next_parity = parity ^ wraps;
+      const float later_statistics = load_statistics(row + 2 * kRows, end);
+      if (row + kRows < end) {
+        await(next_stage, next_parity, end - row - kRows);
+        first_half(next_stage, next_statistics, warp_shares[half ^ 1]);
+      }
+      // The block's sums: lane l gathers value l % N of every (32 / N)-th warp.
+      float sum = 0.f;
+      for (int w = lane / N; w < warps; w += kWarp / N) sum += warp_shares[half][w * N + lane % N];
+#pragma unroll
+      for (int reach = kWarp / 2; reach >= N; reach /= 2) sum += __shfl_xor_sync(~0u, sum, reach);
+      sum *= p.inverse;
+
+      const char* tile = ring + stage * p.stage_bytes + column * kBytes;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const float mean = __shfl_sync(~0u, statistics, r), rstd = __shfl_sync(~0u, statistics, kRows + r);
+        const float mean_g = layer_norm ? __shfl_sync(~0u, sum, r) : 0.f;
+        const float mean_gh = __shfl_sync(~0u, sum, kRows + r) * rstd;
+        float out[kColumns];
+#pragma unroll
+        for (int at = 0; at < kColumns; at += kPart) {
+          float x[kPart], d[kPart], branch[kPart];
+          read_r(tile, r, at, x, branch);
+          read_columns<T>(tile + (kRows + r) * p.row_pitch + at * kBytes, d);
+#pragma unroll
+          for (int i = 0; i < kPart; ++i) {
+            const float h = (x[i] - mean) * rstd;
+            sum_dy[at + i] += d[i];
+            sum_dyh[at + i] = fmaf(d[i], h, sum_dyh[at + i]);
+            out[at + i] = rstd * fmaf(-h, mean_gh, fmaf(d[i], factor[at + i], -mean_g));
+          }
+          if constexpr (kBranch) {
+            if (has_residual_gradient) {
+              read_columns<T>(tile + (3 * kRows + r) * p.row_pitch + at * kBytes, x);
+#pragma unroll
+              for (int i = 0; i < kPart; ++i) out[at + i] += x[i];
+            }
+#pragma unroll
+            for (int i = 0; i < kPart; ++i) sum_gate[at + i] = fmaf(out[at + i], branch[i], sum_gate[at + i]);
+          }
+        }
+        if (active && row + r < end) {
+          if (dx) {
+            store_some<kColumns>(dx, T::kDtype, 0, out);
+            dx += op.dx.token_stride * kBytes;
+          }
+          if constexpr (kBranch) {
+            if (dbranch) {
+#pragma unroll
+              for (int i = 0; i < kColumns; ++i) out[i] *= gate[i];
+              store_some<kColumns>(dbranch, T::kDtype, 0, out);
+              dbranch += op.dbranch.token_stride * kBytes;
+            }
+          }
+        }
+      }
+      __syncthreads();
+      fill(stage);
+      stage = next_stage;
+      parity = next_parity;
+      half ^= 1;
+      statistics = next_statistics;
+      next_statistics = later_statistics;
+    }
+    row = end;
+  }
+  if (group >= 0) flush(group);
+}
+
+template <class Kernel>
+cudaError_t launch(Kernel kernel, const OnePass& p, const OnePassPlan& plan, cudaStream_t stream) {
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes);
+  if (error != cudaSuccess) return error;
+  return launch_early(kernel, static_cast<unsigned>(plan.chunks.count), plan.threads, plan.shared_bytes, stream, p);
+}
+
+template <class T>
+cudaError_t launch_typed(const OnePass& p, const OnePassPlan& plan, cudaStream_t stream) {
+  if (p.op.branch.data) {
+    if (plan.tile_rows == 1) return launch(one_pass<T, 1, true>, p, plan, stream);
+    return launch(one_pass<T, 2, true>, p, plan, stream);
+  }
+  if (plan.tile_rows == 2) return launch(one_pass<T, 2, false>, p, plan, stream);
+  return launch(one_pass<T, 4, false>, p, plan, stream);
+}
+
+}  // namespace
+
+// Takes operators whose row tensors share one type and are aligned to 16 bytes, up to D = 5120.
+OnePassPlan plan_one_pass(const AdalnBackward& op, const Geometry& geometry) {
+  OnePassPlan plan{};
+  const AdalnDtype dtype = op.x.dtype;
+  const bool branch = op.branch.data != nullptr;
+  for (const AdalnRows* t : {&op.dy, &op.branch, &op.dresidual_out, &op.dx, &op.dbranch})
+    if (t->data && t->dtype != dtype) return plan;
+  if ((branch && op.residual_dtype != dtype) || (!branch && op.dresidual_out.data)) return plan;
+  if (!all_backward_aligned(op, kColumns)) return plan;
+  const int threads = (geometry.features + kColumns * kWarp - 1) / (kColumns * kWarp) * kWarp;
+  if (geometry.rows > INT32_MAX) return plan;
+
+  // The largest tile of which three stages fit: a barrier a tile is dear, and with two stages nothing is in flight
+  // while one is summed and the other written.
+  const Device& device = current_device();
+  const int bytes = element_bytes(dtype);
+  const int streams = branch ? 3 + (op.dresidual_out.data != nullptr) : 2;
+  const int row_bytes = streams * threads * kColumns * bytes;
+  const int reserved = 4096, room = device.shared_bytes - reserved;
+  const int fewest = branch ? 1 : 2;
+  int rows = branch ? 2 : 4;
+  while (rows > fewest && (threads > max_threads(rows, branch, bytes) || 3 * rows * row_bytes > room)) rows /= 2;
+  if (threads > max_threads(rows, branch, bytes)) return plan;
+  int blocks = std::max(1, std::min({64 * 1024 / (threads * 104), room / (3 * rows * row_bytes + reserved)}));
+  double large = 0.92;
+  double fill = 1;
+#ifdef ADALN_TUNE
+  if (getenv("OR")) rows = atoi(getenv("OR"));
+  if (getenv("OB")) blocks = atoi(getenv("OB"));
+  if (getenv("OF")) large = atof(getenv("OF"));
+  if (getenv("OX")) fill = atof(getenv("OX"));
+#endif
+  int stages = std::min(kMaxStages, (room / blocks - (blocks > 1 ? reserved : 0)) / (rows * row_bytes));
+#ifdef ADALN_TUNE
+  if (getenv("OG")) stages = std::min(stages, atoi(getenv("OG")));
+#endif
+  if (stages < 2) return plan;
+  plan.tile_rows = rows;
+  plan.stages = stages;
+  plan.threads = threads;
+  plan.shared_bytes = stages * rows * row_bytes;
+
+  const int64_t slots = static_cast<int64_t>(blocks) * device.multiprocessors, tile = rows;
+  const int64_t equal = (geometry.rows + slots - 1) / slots;
+  if (equal < 64 || large >= 1.0) {
+    plan.chunks = Chunks::equal(geometry.rows, std::max(equal, tile));
+    return plan;
+  }
+  const int64_t large_rows = static_cast<int64_t>(large * geometry.rows / slots) / tile * tile;
+  const int64_t rest = geometry.rows - slots * large_rows;
+  const int64_t small_count = std::max<int64_t>(1, static_cast<int64_t>(fill * slots));
+  const int64_t small_rows = ((rest + small_count - 1) / small_count + tile - 1) / tile * tile;
+  plan.chunks = {slots, large_rows, small_rows, slots + (rest + small_rows - 1) / small_rows};
+  return plan;
+}
+
+cudaError_t backward_one_pass(const AdalnBackward& op, const Geometry& geometry, const OnePassPlan& plan,
+                              const Partials& partials, cudaStream_t stream) {
+  OnePass p{op, geometry, plan.chunks, partials};
+  for (const AdalnRows* rows : {&op.x, &op.dy, &op.branch, &op.dresidual_out}) {
+    if (!rows->data) continue;
+    const int bytes = element_bytes(rows->dtype);
+    p.streams[p.stream_count++] = {static_cast<const char*>(rows->data), rows->sample_stride * bytes,
+                            rows->token_stride * bytes};
+  }
+  p.stages = plan.stages;
+  p.row_pitch = plan.threads * kColumns * element_bytes(op.x.dtype);
+  p.stage_bytes = p.stream_count * plan.tile_rows * p.row_pitch;
+  p.inverse = 1.f / geometry.features;
+  if (op.x.dtype == ADALN_F32) return launch_typed<F32>(p, plan, stream);
+  if (op.x.dtype == ADALN_F16) return launch_typed<Fp16>(p, plan, stream);
+  return launch_typed<Bf16>(p, plan, stream);
+}
+
+}  // namespace adaln

@@ -1,0 +1,276 @@
+// Forward: r = x + gate * branch, y = LN(r) * (1 + scale) + shift, in one pass over the rows.
+//
+// Rows are independent, so nothing is gained by a block that lives long, and much is lost: on an H200 equal shares
+// of a persistent grid finish at times that differ by a factor of two (csrc/README.md), while the hardware hands
+// short blocks to whichever SM is free. So a team of warps takes one row, and is done.
+#include "adaln_common.cuh"
+#include "adaln_launch.h"
+
+namespace adaln {
+namespace {
+
+// A team of warps takes one row, held in registers between its single read and its single write.
+//   reads   x (and branch)            rows * D * sizeof(T), 16 bytes a lane, all issued before the first is used
+//           shift, scale, gate        a row a group: from L1 after the first team of an SM
+//   writes  y (and residual_out)      rows * D * sizeof(T)
+//           mean, rstd                8 bytes a row
+// Lane l of warp w holds vectors w * 32 * K + l + 32 * k, k < K. Every warp centres its own share on its own mean;
+// the shares are then joined by Chan's formula, so no sum of squares is ever taken around a distant point.
+// P is the type of shift, scale and gate, all present, with y and branch of type T and no weight or bias; for every
+// other case P is Any and each access asks which it is.
+template <class T, class P, int K, bool kBranch>
+__global__ void __launch_bounds__(kForwardThreads, 1) forward_rows(const __grid_constant__ AdalnForward op,
+                                                                const __grid_constant__ Geometry geometry,
+                                                                int team_warps) {
+  constexpr bool kAny = std::is_same_v<P, Any>;
+  constexpr int W = T::kWidth;
+  constexpr int kStep = kWarp * W, kShare = K * kStep;  // elements of a row that a warp holds: a vector a lane, all
+  __shared__ float2 shares[kWarp];
+
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const int teams = blockDim.x / kWarp / team_warps;
+  const int team = warp / team_warps, part = warp - team * team_warps;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * teams + team;
+  let_next_start();
+  wait_for_previous();
+  if (row >= geometry.rows) {  // a team without a row still meets the others at the barrier
+    if (team_warps > 1 && (!kBranch || op.y.data)) __syncthreads();
+    return;
+  }
+  const Place place = geometry.place(row);
+  const int D = geometry.features;
+  const int first = part * kShare + lane * W;
+
+  uint4 held[K], branch[kBranch && !kAny ? K : 1];
+  const char* x = static_cast<const char*>(row_of(op.x, place)) + first * T::kBytes;
+#pragma unroll
+  for (int k = 0; k < K; ++k) held[k] = first + k * kStep < D ? load_stream<T>(x, k * kStep) : make_uint4(0, 0, 0, 0);
+
+  const auto touch = [&](const AdalnModulation& m) {
+    if constexpr (kAny) return 0;
+    else return Touched<P, kShare>(row_of(m, place), part * kShare, D);
+  };
+  const auto early_gate = touch(kBranch ? op.gate : op.scale);
+  const auto early_scale = touch(op.y.data ? op.scale : op.gate), early_shift = touch(op.y.data ? op.shift : op.gate);
+  if constexpr (kBranch) {
+    const void* branch_row = row_of(op.branch, place);
+    if constexpr (!kAny) {
+      const char* from = static_cast<const char*>(branch_row) + first * T::kBytes;
+#pragma unroll
+      for (int k = 0; k < K; ++k)
+        branch[k] = first + k * kStep < D ? load_stream<T>(from, k * kStep) : make_uint4(0, 0, 0, 0);
+    }
+    const void* gate = at(row_of(op.gate, place), P{}, op.gate.dtype, first);
+    char* residual_out = static_cast<char*>(row_of(op.residual_out, place)) + first * T::kBytes;
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      if (first + k * kStep < D) {
+        float r[W], b[W], g[W];
+        T::unpack(held[k], r);
+        if constexpr (kAny) load_some<W>(branch_row, op.branch.dtype, first + k * kStep, b);
+        else T::unpack(branch[k], b);
+#pragma unroll
+        for (int i = 0; i < W; ++i) g[i] = 1.f;
+        if (!kAny || op.gate.data) load_parameter<P, W>(gate, op.gate.dtype, k * kStep, g);
+#pragma unroll
+        for (int i = 0; i < W; ++i) r[i] = fmaf(g[i], b[i], r[i]);
+        held[k] = T::pack(r);  // the norm reads r as rounded
+        *reinterpret_cast<uint4*>(residual_out + k * kStep * T::kBytes) = held[k];
+      }
+    }
+    if (!op.y.data) return;  // gated_residual
+  }
+
+  const int count = max(0, min(kShare, D - part * kShare));
+  float mean = 0.f, squares = 0.f;
+  if (op.norm == ADALN_LAYER_NORM) {
+    float sum = 0.f;
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      float f[W];
+      T::unpack(held[k], f);  // lanes past the end hold zeros
+#pragma unroll
+      for (int i = 0; i < W; i += 4) sum += (f[i] + f[i + 1]) + (f[i + 2] + f[i + 3]);
+    }
+    mean = count ? warp_sum(sum) / count : 0.f;
+  }
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    float f[W], part_squares = 0.f;
+    keep_packed(held[k]);
+    T::unpack(held[k], f);
+#pragma unroll
+    for (int i = 0; i < W; ++i) {
+      const float centred = f[i] - mean;
+      part_squares = fmaf(centred, centred, part_squares);
+    }
+    if (first + k * kStep < D) squares += part_squares;
+  }
+  squares = warp_sum(squares);
+
+  if (team_warps > 1) {
+    if (lane == 0) shares[warp] = make_float2(mean, squares);
+    __syncthreads();  // of the block: named barriers for each team would cap an SM at 4 blocks
+    const float2* mine = shares + team * team_warps;
+    float sum = 0.f;
+    for (int w = 0; w < team_warps; ++w) sum = fmaf(mine[w].x, max(0, min(kShare, D - w * kShare)), sum);
+    mean = sum / D;
+    squares = 0.f;
+    for (int w = 0; w < team_warps; ++w) {
+      const float apart = mine[w].x - mean;
+      squares += fmaf(apart * apart, max(0, min(kShare, D - w * kShare)), mine[w].y);
+    }
+  }
+  const float rstd = rsqrtf(squares / D + op.eps);
+  if (op.rstd && part == 0 && lane == 0) {
+    if (op.norm == ADALN_LAYER_NORM) op.mean[row] = mean;
+    op.rstd[row] = rstd;
+  }
+
+  if constexpr (!kAny) {
+    early_gate.settle();
+    early_scale.settle();
+    early_shift.settle();
+  }
+  const void* scale = at(row_of(op.scale, place), P{}, op.scale.dtype, first);
+  const void* shift = at(row_of(op.shift, place), P{}, op.shift.dtype, first);
+  void* y = at(row_of(op.y, place), row_type<P, T>{}, op.y.dtype, first);
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    if (first + k * kStep < D) {
+      float f[W], scales[W], shifts[W];
+      keep_packed(held[k]);
+      T::unpack(held[k], f);
+#pragma unroll
+      for (int i = 0; i < W; ++i) {
+        f[i] = (f[i] - mean) * rstd;
+        scales[i] = shifts[i] = 0.f;
+      }
+      if constexpr (kAny) {
+        float p[W];
+        if (op.weight.data) {
+          load_some<W>(op.weight.data, op.weight.dtype, first + k * kStep, p);
+#pragma unroll
+          for (int i = 0; i < W; ++i) f[i] *= p[i];
+        }
+        if (op.bias.data) {
+          load_some<W>(op.bias.data, op.bias.dtype, first + k * kStep, p);
+#pragma unroll
+          for (int i = 0; i < W; ++i) f[i] += p[i];
+        }
+      }
+      if (!kAny || op.scale.data) load_parameter<P, W>(scale, op.scale.dtype, k * kStep, scales);
+      if (!kAny || op.shift.data) load_parameter<P, W>(shift, op.shift.dtype, k * kStep, shifts);
+#pragma unroll
+      for (int i = 0; i < W; ++i) f[i] = fmaf(f[i], 1.f + scales[i], shifts[i]);
+      store_parameter<row_type<P, T>, W>(y, op.y.dtype, k * kStep, f);
+    }
+  }
+}
+
+// Any types, any alignment, any D: a block a row, an element a thread and step, three passes over the row (the later
+// two from cache). With a branch the row is read back from residual_out, each thread its own elements.
+__global__ void __launch_bounds__(256) forward_any(const __grid_constant__ AdalnForward op,
+                                                   const __grid_constant__ Geometry geometry) {
+  let_next_start();
+  wait_for_previous();
+  for (int64_t row = blockIdx.x; row < geometry.rows; row += gridDim.x) {
+    const Place place = geometry.place(row);
+    const int D = geometry.features;
+    const void* x = row_of(op.x, place);
+    AdalnDtype dtype = op.x.dtype;
+    if (op.branch.data) {
+      const void* branch = row_of(op.branch, place);
+      const void* gate = op.gate.data ? row_of(op.gate, place) : nullptr;
+      void* residual_out = row_of(op.residual_out, place);
+      for (int i = threadIdx.x; i < D; i += blockDim.x) {
+        const float g = gate ? load_one(gate, op.gate.dtype, i) : 1.f;
+        const float r = fmaf(g, load_one(branch, op.branch.dtype, i), load_one(x, dtype, i));
+        store_one(residual_out, op.residual_out.dtype, i, r);
+      }
+      if (!op.y.data) continue;
+      x = residual_out;
+      dtype = op.residual_out.dtype;
+    }
+    float mean = 0.f, sum = 0.f;
+    if (op.norm == ADALN_LAYER_NORM) {
+      for (int i = threadIdx.x; i < D; i += blockDim.x) sum += load_one(x, dtype, i);
+      mean = block_sum(sum) / D;
+    }
+    float squares = 0.f;
+    for (int i = threadIdx.x; i < D; i += blockDim.x) {
+      const float centred = load_one(x, dtype, i) - mean;
+      squares = fmaf(centred, centred, squares);
+    }
+    const float rstd = rsqrtf(block_sum(squares) / D + op.eps);
+    if (op.rstd && threadIdx.x == 0) {
+      if (op.norm == ADALN_LAYER_NORM) op.mean[row] = mean;
+      op.rstd[row] = rstd;
+    }
+    const void* scale = op.scale.data ? row_of(op.scale, place) : nullptr;
+    const void* shift = op.shift.data ? row_of(op.shift, place) : nullptr;
+    void* y = row_of(op.y, place);
+    for (int i = threadIdx.x; i < D; i += blockDim.x) {
+      float f = (load_one(x, dtype, i) - mean) * rstd;
+      if (op.weight.data) f *= load_one(op.weight.data, op.weight.dtype, i);
+      if (op.bias.data) f += load_one(op.bias.data, op.bias.dtype, i);
+      if (scale) f *= 1.f + load_one(scale, op.scale.dtype, i);
+      if (shift) f += load_one(shift, op.shift.dtype, i);
+      store_one(y, op.y.dtype, i, f);
+    }
+  }
+}
+
+template <class T, class P, bool kBranch>
+cudaError_t launch(const AdalnForward& op, const Geometry& geometry, cudaStream_t stream) {
+  const RowPlan plan = plan_rows(geometry, T::kWidth, kBranch ? kForwardBranchVectors : kForwardVectors, kForwardThreads);
+  const auto start = [&](auto kernel) {
+    return launch_early(kernel, plan.blocks, plan.threads, 0, stream, op, geometry, plan.team_warps);
+  };
+  if (plan.vectors == 2) return start(forward_rows<T, P, 2, kBranch>);
+  if (plan.vectors == 4) return start(forward_rows<T, P, 4, kBranch>);
+  if constexpr (!kBranch) return start(forward_rows<T, P, 6, false>);
+  return cudaErrorInvalidValue;
+}
+
+template <class T, class P>
+cudaError_t launch(const AdalnForward& op, const Geometry& geometry, cudaStream_t stream) {
+  return op.branch.data ? launch<T, P, true>(op, geometry, stream) : launch<T, P, false>(op, geometry, stream);
+}
+
+// The plain cases, modulation in fp32 or in x's own type, have kernels without a question in their inner loops.
+template <class T>
+cudaError_t launch(const AdalnForward& op, const Geometry& geometry, cudaStream_t stream) {
+  const bool branch = op.branch.data != nullptr, norm = op.y.data != nullptr;
+  const auto plain = [&](AdalnDtype dtype) {
+    const auto is = [&](const AdalnModulation& m) { return m.data && m.dtype == dtype; };
+    return (!norm || (is(op.shift) && is(op.scale) && op.y.dtype == T::kDtype && !op.weight.data && !op.bias.data)) &&
+           (!branch || (is(op.gate) && op.branch.dtype == T::kDtype));
+  };
+  if (plain(ADALN_F32)) return launch<T, F32>(op, geometry, stream);
+  if constexpr (T::kDtype != ADALN_F32) {
+    if (plain(T::kDtype)) return launch<T, T>(op, geometry, stream);
+  }
+  return launch<T, Any>(op, geometry, stream);
+}
+
+}  // namespace
+
+cudaError_t forward(const AdalnForward& op, cudaStream_t stream) {
+  const Geometry geometry = Geometry::of(op);
+  if (geometry.rows == 0) return cudaSuccess;
+  const AdalnDtype dtype = op.x.dtype;
+  const int width = 16 / element_bytes(dtype);
+  const bool typed = geometry.features % width == 0 && plan_rows(geometry, width, kForwardBranchVectors, kForwardThreads).vectors > 0 &&
+                     (!op.branch.data || op.residual_out.dtype == dtype) &&
+                     all_aligned(width, {op.x, op.branch, op.residual_out, op.y}, {op.shift, op.scale, op.gate},
+                                 {op.weight, op.bias});
+  if (!typed) {
+    return launch_early(forward_any, any_blocks(geometry), any_threads(geometry), 0, stream, op, geometry);
+  }
+  if (dtype == ADALN_F32) return launch<F32>(op, geometry, stream);
+  if (dtype == ADALN_F16) return launch<Fp16>(op, geometry, stream);
+  return launch<Bf16>(op, geometry, stream);
+}
+
+}  // namespace adaln

@@ -1,0 +1,123 @@
+// Host side: which kernel takes an operator and how it is launched. All heuristics live here, with their reasons.
+#pragma once
+
+#include <algorithm>
+#include <initializer_list>
+
+#include "adaln_common.cuh"
+
+namespace adaln {
+
+cudaError_t forward(const AdalnForward& op, cudaStream_t stream);
+
+struct Device {
+  int multiprocessors, compute_capability, shared_bytes;  // shared memory of a multiprocessor
+};
+inline const Device& current_device() {
+  static Device known[64] = {};
+  int id = 0;
+  if (cudaGetDevice(&id) != cudaSuccess || id >= 64) id = 0;
+  Device& device = known[id];
+  if (device.multiprocessors == 0) {
+    int major = 0, minor = 0, count = 0;
+    cudaDeviceGetAttribute(&device.shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, id);
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, id);
+    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, id);
+    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, id);
+    device.compute_capability = 10 * major + minor;
+    device.multiprocessors = count;
+  }
+  return device;
+}
+
+// Starts a kernel whose blocks may be set up while the previous kernel of the stream still drains (sm_90 and later);
+// the kernel itself waits, wait_for_previous(), before it touches memory.
+template <class... Parameters, class... Arguments>
+cudaError_t launch_early(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, int shared_bytes,
+                         cudaStream_t stream, const Arguments&... arguments) {
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = blocks;
+  config.blockDim = threads;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = current_device().compute_capability >= 90 ? 1 : 0;
+#ifdef ADALN_TUNE
+  if (getenv("NOPDL")) config.numAttrs = 0;
+#endif
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+// A typed kernel moves `width` elements at a time: every row of every tensor has to start on such a boundary (its own
+// type's: 8 fp32 values are 32 bytes, but only 16-byte accesses are made).
+template <class Tensor>
+bool aligned(const Tensor& t, int width, std::initializer_list<int64_t> strides) {
+  if (!t.data) return true;
+  const int64_t bytes = std::min(16, width * element_bytes(t.dtype));
+  if (reinterpret_cast<uintptr_t>(t.data) % bytes != 0) return false;
+  return std::all_of(strides.begin(), strides.end(),
+                     [&](int64_t stride) { return stride * element_bytes(t.dtype) % bytes == 0; });
+}
+inline bool all_aligned(int width, std::initializer_list<AdalnRows> rows, std::initializer_list<AdalnModulation> modulation,
+                        std::initializer_list<AdalnVector> vectors) {
+  return std::all_of(rows.begin(), rows.end(),
+                     [&](auto& t) { return aligned(t, width, {t.sample_stride, t.token_stride}); }) &&
+         std::all_of(modulation.begin(), modulation.end(),
+                     [&](auto& t) { return aligned(t, width, {t.sample_stride, t.group_stride}); }) &&
+         std::all_of(vectors.begin(), vectors.end(), [&](auto& t) { return aligned(t, width, {}); });
+}
+
+// ---- a team of warps a row -------------------------------------------------------------------------------------
+
+struct RowPlan {
+  int vectors;     // 16-byte vectors of a row in each lane
+  int team_warps;  // warps that share a row
+  unsigned blocks, threads;
+};
+
+// Vectors a lane that the kernels are built for, and threads of a block at most: more vectors put more bytes in flight a
+// warp and leave fewer warps to join; 1,024 threads leave 64 registers each, 512 leave 128.
+constexpr std::initializer_list<int> kForwardVectors = {2, 4, 6};
+constexpr std::initializer_list<int> kForwardBranchVectors = {2, 4};
+constexpr std::initializer_list<int> kBackwardVectors = {2, 4};
+constexpr int kForwardThreads = 1024, kBackwardThreads = 512;
+
+// vectors == 0: the row is too long, or there are too many rows for one launch.
+inline RowPlan plan_rows(const Geometry& geometry, int width, std::initializer_list<int> choices, int max_threads) {
+  RowPlan plan{};
+  for (const int vectors : choices) {
+    const int warps = (geometry.features + vectors * kWarp * width - 1) / (vectors * kWarp * width);
+    if (warps * kWarp > max_threads) continue;
+    // The fewest warps to a row, then the fewest idle lanes: bytes in flight a warp matter more than lanes (D = 5120,
+    // forward: 4 warps of 6 vectors, a sixth of them idle, 0.95 of the copy rate; 5 of 4, none idle, 0.88).
+    if (plan.vectors == 0 || warps < plan.team_warps) {
+      plan.vectors = vectors;
+      plan.team_warps = warps;
+    }
+  }
+  if (plan.vectors == 0) return plan;
+  // Small blocks start and end on their own. A team of one warp is a block: 32 of them fill an SM.
+  int teams = plan.team_warps == 1 ? 1 : std::max(1, 4 / plan.team_warps);
+#ifdef ADALN_TUNE
+  if (getenv("RK")) { int k = atoi(getenv("RK")); for (int c : choices) if (c == k) { plan.vectors = k; plan.team_warps = (geometry.features + k * kWarp * width - 1) / (k * kWarp * width); } }
+  if (getenv("RW")) teams = std::max(1, atoi(getenv("RW")) / plan.team_warps);
+#endif
+  plan.threads = teams * plan.team_warps * kWarp;
+  const int64_t blocks = (geometry.rows + teams - 1) / teams;
+  if (blocks > INT32_MAX) return RowPlan{};
+  plan.blocks = static_cast<unsigned>(blocks);
+  return plan;
+}
+
+// The kernels for any type: a block a row, no wider than the row, striding over the rows if there are too many.
+inline unsigned any_blocks(const Geometry& geometry) {
+  return static_cast<unsigned>(std::min<int64_t>(geometry.rows, INT32_MAX));
+}
+inline unsigned any_threads(const Geometry& geometry) {
+  return std::min(256, (geometry.features + kWarp - 1) / kWarp * kWarp);
+}
+
+}  // namespace adaln
