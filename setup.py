@@ -18,6 +18,7 @@ EXTRAS = {
     "test": ["pytest>=8", "pytest-timeout", "hypothesis>=6.100", "ruff>=0.9"],
 }
 
+
 def extensions() -> dict:
     """The fused AdaLN op, compiled now when DS_BUILD_FUSED_ADALN=1 asks for it; otherwise at first use."""
     if os.environ.get("DS_BUILD_FUSED_ADALN", "0") != "1":

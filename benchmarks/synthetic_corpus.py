@@ -1,7 +1,8 @@
-"""A corpus of random latents in Wan's own sizes, for timing: `python benchmarks/synthetic_corpus.py OUT [tiny]`.
+"""A corpus of random latents in Wan's own sizes: `python benchmarks/synthetic_corpus.py OUT [tiny]`.
 
-Real shards with a manifest: 16-channel latents, captions of 512 x 4096 as Wan's text encoder gives. Pictures and
-480p clips of 1 to 81 frames, so S goes from 256 to 32,760. `tiny` divides sides and captions, to try it on CPUs.
+For timing, in real shards with a manifest: 16-channel latents, captions of 512 x 4096 as Wan's text encoder
+gives. Pictures and 480p clips of 1 to 81 frames, so S goes from 256 to 32,760. `tiny` divides sides and
+captions, to try it on CPUs.
 """
 
 import sys

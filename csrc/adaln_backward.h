@@ -15,7 +15,7 @@ struct Chunks {
 
   static Chunks equal(int64_t rows, int64_t rows_each) {
     const int64_t count = (rows + rows_each - 1) / rows_each;
-    return {count, rows_each, 1, count};
+    return {count, rows_each, rows_each, count};
   }
   __device__ __forceinline__ int64_t first(int64_t chunk) const {
     return chunk < large_count ? chunk * large_rows : large_count * large_rows + (chunk - large_count) * small_rows;
@@ -23,7 +23,9 @@ struct Chunks {
   __device__ __forceinline__ int64_t last(int64_t chunk, int64_t rows) const { return min(first(chunk + 1), rows); }
   __device__ __forceinline__ int64_t of(int64_t row) const {
     const int64_t in_large = large_count * large_rows;
-    return row < in_large ? row / large_rows : large_count + (row - in_large) / small_rows;
+    if (row > INT32_MAX) return row < in_large ? row / large_rows : large_count + (row - in_large) / small_rows;
+    const auto small = [](int64_t n) { return static_cast<uint32_t>(n); };  // a cheap division
+    return row < in_large ? small(row) / small(large_rows) : large_count + small(row - in_large) / small(small_rows);
   }
 };
 
@@ -45,7 +47,7 @@ struct Partials {
     return weigh ? 0 : geometry.group_index(place);
   }
 };
-constexpr int kTile = 32;  // columns a block of reduce_partials() takes
+constexpr int kTile = 16;  // columns a block of reduce_partials() takes
 inline int64_t padded(int64_t features) { return (features + kTile - 1) / kTile * kTile; }
 
 // ---- one row, any types ----------------------------------------------------------------------------------------

@@ -117,18 +117,19 @@ __global__ void __launch_bounds__(kColumnThreads)
   }
 }
 
-// Second stage. A block takes 32 columns of one group: 8 lanes of 4 columns side by side (a full 128-byte line), the
-// threads apart in slots; then the shares are joined in a fixed order, by shuffles and through shared memory.
+// Second stage. A block takes 16 columns of one group: 4 lanes of 4 columns side by side, the rest of the block apart in
+// slots; then the shares are joined in a fixed order, by shuffles and through shared memory. Blocks are small enough to
+// be set up beside the last chunks of the first stage.
 //   reads   partials of the group      slots * sums * D * 4, mostly from L2
 //   writes  dshift = sum dy,  dscale = weight * sum(dy h) + bias * sum(dy),  dgate    zeros for an empty group
 //           group_sums                 both norm sums in fp32, when dweight or dbias is asked for
 constexpr int kLanes = kTile / 4;
-constexpr int kJoin = 128;  // threads along the slots
+constexpr int kJoin = 64;  // threads along the slots
 
 __global__ void __launch_bounds__(kLanes* kJoin)
     join_partials(const __grid_constant__ AdalnBackward op, const __grid_constant__ Geometry geometry,
                   const __grid_constant__ Chunks chunks, const __grid_constant__ Partials partials, float* group_sums) {
-  __shared__ float shares[3][kWarp][kTile];
+  __shared__ float shares[3][kLanes * kJoin / kWarp][kTile];
   const int tiles = static_cast<int>(partials.width / kTile);
   const int64_t group = blockIdx.x / tiles;
   const int column = static_cast<int>(blockIdx.x % tiles) * kTile;
@@ -146,7 +147,7 @@ __global__ void __launch_bounds__(kLanes* kJoin)
     const int slots = static_cast<int>(chunks.of(last - 1) - from) + 1;
     const float* slot = partials.slot(from, group) + column + 4 * (threadIdx.x % kLanes);
     const int64_t pitch = count * partials.width;
-#pragma unroll 4
+#pragma unroll 8
     for (int k = threadIdx.x / kLanes; k < slots; k += blockDim.x / kLanes) {
 #pragma unroll
       for (int s = 0; s < 3; ++s) {
@@ -173,11 +174,13 @@ __global__ void __launch_bounds__(kLanes* kJoin)
   }
   __syncthreads();
   const int own = column + lane;
-  if (warp > 0 || own >= geometry.features) return;
+  if (warp > 0 || lane >= kTile || own >= geometry.features) return;
   float total[3] = {};
-  for (int w = 0; w < warps; ++w) {
 #pragma unroll
-    for (int s = 0; s < 3; ++s) total[s] += shares[s][w][lane];
+  for (int w = 0; w < kLanes * kJoin / kWarp; ++w) {
+#pragma unroll
+    for (int s = 0; s < 3; ++s)
+      if (w < warps) total[s] += shares[s][w][lane];
   }
   Place place{};
   if (geometry.mode != ADALN_GROUP_NONE && !partials.weigh) {
@@ -277,7 +280,7 @@ cudaError_t reduce_partials(const AdalnBackward& op, const Geometry& geometry, c
   if (blocks > 0) {
     // As many threads as a group has slots on average, so that none of many small groups costs a full block.
     const int64_t slots = chunks.count / std::max<int64_t>(groups, 1) + 1;
-    const int threads = std::max(kWarp, kLanes * static_cast<int>(std::min<int64_t>(kJoin, (slots + 3) / 4 * 4)));
+    const int threads = std::max(kWarp, kLanes * static_cast<int>(std::min<int64_t>(kJoin, (slots + 7) / 8 * 8)));
     const cudaError_t error = launch_early(join_partials, static_cast<unsigned>(blocks), threads, 0, stream, op, geometry,
                                            chunks, partials, group_sums);
     if (error != cudaSuccess) return error;

@@ -219,11 +219,20 @@ __global__ void __launch_bounds__(256) backward_rows_any(const __grid_constant__
   }
 }
 
+RowPlan plan_backward(const Geometry& geometry, int width, bool branch) {
+  return plan_rows(geometry, width, branch ? kBackwardBranchVectors : kBackwardVectors, kBackwardThreads);
+}
+
 template <class T, class P, bool kBranch>
 cudaError_t launch(const AdalnBackward& op, const Geometry& geometry, float2* row_means, cudaStream_t stream) {
-  const RowPlan plan = plan_rows(geometry, T::kWidth, kBackwardVectors, kBackwardThreads);
-  const auto kernel = plan.vectors == 2 ? backward_rows<T, P, 2, kBranch> : backward_rows<T, P, 4, kBranch>;
-  return launch_early(kernel, plan.blocks, plan.threads, 0, stream, op, geometry, plan.team_warps, row_means);
+  const RowPlan plan = plan_backward(geometry, T::kWidth, kBranch);
+  const auto start = [&](auto kernel) {
+    return launch_early(kernel, plan.blocks, plan.threads, 0, stream, op, geometry, plan.team_warps, row_means);
+  };
+  if constexpr (!kBranch) {
+    if (plan.vectors == 4) return start(backward_rows<T, P, 4, false>);
+  }
+  return start(backward_rows<T, P, 2, kBranch>);
 }
 
 template <class T, class P>
@@ -256,7 +265,7 @@ cudaError_t backward_rows(const AdalnBackward& op, const Geometry& geometry, flo
   const AdalnDtype dtype = op.x.dtype;
   const int width = 16 / element_bytes(dtype);
   const bool typed = op.dy.data && op.dy.dtype == dtype && (!op.branch.data || op.residual_dtype == dtype) &&
-                     plan_rows(geometry, width, kBackwardVectors, kBackwardThreads).vectors > 0 && all_backward_aligned(op, width);
+                     plan_backward(geometry, width, op.branch.data != nullptr).vectors > 0 && all_backward_aligned(op, width);
   if (!typed) {
     return launch_early(backward_rows_any, any_blocks(geometry), any_threads(geometry), 0, stream, op, geometry, row_means);
   }

@@ -356,10 +356,10 @@ struct Touched {
       const int byte = first * P::kBytes + (i * kWarp + lane) * 128;
       word[i] = 0;
       if (i * kWarp + lane < kLines && byte < features * P::kBytes)
-        word[i] = __ldg(reinterpret_cast<const uint32_t*>(static_cast<const char*>(row) + byte));
+        asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(word[i]) : "l"(static_cast<const char*>(row) + byte));
     }
   }
-  __device__ __forceinline__ void settle() const {  // or the loads would be optimised away
+  __device__ __forceinline__ void settle() const {  // a use, late, or the loads would be dropped
 #pragma unroll
     for (int i = 0; i < kEach; ++i) asm volatile("" ::"r"(word[i]));
   }

@@ -83,6 +83,7 @@ struct RowPlan {
 constexpr std::initializer_list<int> kForwardVectors = {2, 4, 6};
 constexpr std::initializer_list<int> kForwardBranchVectors = {2, 4};
 constexpr std::initializer_list<int> kBackwardVectors = {2, 4};
+constexpr std::initializer_list<int> kBackwardBranchVectors = {2};
 constexpr int kForwardThreads = 1024, kBackwardThreads = 512;
 
 // vectors == 0: the row is too long, or there are too many rows for one launch.

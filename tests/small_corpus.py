@@ -1,4 +1,4 @@
-"""A corpus of 24 random latents in 4 shapes, as real shards with a manifest: seconds of training on two ranks."""
+"""24 random latents in 4 shapes, as real shards with a manifest: seconds of training on two ranks."""
 
 from pathlib import Path
 

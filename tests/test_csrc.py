@@ -1,4 +1,4 @@
-"""The kernels compile for the oldest and the newest architecture that we build everywhere, and nothing spills.
+"""The kernels compile for the oldest and for the newest architecture in daily use, and nothing spills.
 
 Every kernel serves D <= 5120, so every kernel counts. ptxas reports what it did with `-v`; nothing is run.
 """
@@ -48,7 +48,7 @@ def test_compiles_without_a_spill(compiled, source, architecture):
         if found := re.search(r"Compiling entry function '(\w+)'", line):
             kernel = found[1]
             kernels += 1
-        elif (found := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line)) and found[0][0] != "0":
-            spills[kernel] = found[0]
+        elif found := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            spills |= {kernel: found[0]} if any(map(int, found.groups())) else {}
     assert not spills
     assert kernels > 0 or source == "adaln_backward.cu", "ptxas named no kernel: has its report changed?"
