@@ -75,27 +75,38 @@ ROWS: dict[str, tuple[str, str, Any]] = {
 
 
 def _print(results: list[dict]) -> None:
+    """The batches of each run, then the runs side by side."""
     from rich.console import Console
-    from rich.table import Table
 
     console = Console(width=None if sys.stdout.isatty() else 120)
     names = _short_names([result["run"] for result in results])
+    for name, result in zip(names, results, strict=True):
+        console.print(_shapes(name, result["shapes"]))
+    console.print(_comparison(names, results))
+
+
+def _comparison(names: list[str], results: list[dict]) -> Any:
+    from rich.table import Table
+
     table = Table("", "", *names)
     for column in table.columns[2:]:
         column.justify = "right"
     for title, (source, key, write) in ROWS.items():
         table.add_row(title, source, *(write(result[source][key]) for result in results))
-    console.print(table)
-    for name, result in zip(names, results, strict=True):
-        shapes = Table(title=f"{name}: batches a shape (measured)", title_justify="left")
-        for column in ("kind", "shape", "S", "micro-batches", "samples", "fillers", "B"):
-            shapes.add_column(column, justify="left" if column == "kind" else "right")
-        for row in result["shapes"]:
-            low, high = row["batch_size"]
-            sizes = str(low) if low == high else f"{low} to {high}"
-            cells = (row[key] for key in ("kind", "shape", "tokens", "micro_batches", "samples", "fillers"))
-            shapes.add_row(*map(str, cells), sizes)
-        console.print(shapes)
+    return table
+
+
+def _shapes(name: str, rows: list[dict]) -> Any:
+    from rich.table import Table
+
+    table = Table(title=f"{name}: batches a shape (measured)", title_justify="left")
+    for column in ("kind", "shape", "S", "micro-batches", "samples", "fillers", "B"):
+        table.add_column(column, justify="left" if column == "kind" else "right")
+    for row in rows:
+        low, high = row["batch_size"]
+        cells = (row[key] for key in ("kind", "shape", "tokens", "micro_batches", "samples", "fillers"))
+        table.add_row(*map(str, cells), str(low) if low == high else f"{low} to {high}")
+    return table
 
 
 def _short_names(runs: list[str]) -> list[str]:
