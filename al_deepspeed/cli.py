@@ -48,3 +48,14 @@ def main() -> None:
     except AdaptiveLoadError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(2)
+    except (
+        FileExistsError,
+        FileNotFoundError,
+        NotADirectoryError,
+        IsADirectoryError,
+        PermissionError,
+    ) as error:
+        if error.filename is None:
+            raise
+        print(f"{error.filename}: {error.strerror}. Give a path that can be used.", file=sys.stderr)
+        sys.exit(2)

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from al_deepspeed.pictures import save_picture
 from al_deepspeed.run_figures import read_run, rows
 
 SHOWN = 120  # micro-steps; the last ones of a run
@@ -28,9 +29,7 @@ def plot(runs: list[Path], out: Path) -> None:
     for panel in panels[-1]:
         panel.set_xlabel("micro-step")
     figure.tight_layout()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=110)
-    pyplot.close(figure)
+    save_picture(figure, out, dpi=110)
 
 
 def _batches(panel: Any, lines: list[dict]) -> None:

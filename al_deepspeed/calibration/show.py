@@ -9,6 +9,7 @@ from rich.table import Table
 from al_deepspeed.calibration.assemble import budget_warnings
 from al_deepspeed.calibration.file import Calibration
 from al_deepspeed.calibration.points import MEASURED, columns
+from al_deepspeed.pictures import save_picture
 from al_deepspeed.scheduling.constraints import Limits, batch_sizes, binding_limits
 from al_deepspeed.scheduling.cost import cost_to_dict
 from al_deepspeed.scheduling.shapes import Corpus
@@ -125,9 +126,7 @@ def draw(calibration: Calibration, path: Path) -> None:
     _draw_time(axes[:, 0], calibration, data)
     _draw_memory(axes[:, 1], calibration, data)
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130, metadata={"Software": None})
-    pyplot.close(figure)
+    save_picture(figure, path)
 
 
 def _draw_time(axes, calibration: Calibration, data) -> None:

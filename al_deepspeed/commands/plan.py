@@ -30,7 +30,7 @@ def run(
         float | None, typer.Option(help="M_comp: ms, or B*S^p with --exponent or without --calibration.")
     ] = None,
     exponent: Annotated[float | None, typer.Option(help="p: limit B*S^p to --max-cost.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the shuffle.")] = 1234,
+    seed: Annotated[int, typer.Option(min=0, help="Of the shuffle.")] = 1234,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw cost a rank over micro-steps, before and after.")
@@ -44,10 +44,13 @@ def run(
     here.
     """
     from al_deepspeed.data.manifest import read_manifest
+    from al_deepspeed.pictures import check_picture
     from al_deepspeed.scheduling.metrics import bucket_table, plan_metrics
     from al_deepspeed.scheduling.options import CHOICES
     from al_deepspeed.scheduling.plan import make_plan
 
+    if plot is not None:
+        check_picture(plot)
     corpus = read_manifest(manifest).corpus()
     cost, limits = _cost_and_limits(calibration, max_tokens, max_cost, exponent)
 
@@ -93,11 +96,13 @@ def _cost_and_limits(
     from al_deepspeed.scheduling.cost import PowerCost
 
     if calibration is None:
+        if exponent is not None and not 0 < exponent <= 8:
+            raise PlanError(f"--exponent is {exponent}; it must lie in (0, 8]; the paper fits about 2.")
         cost, exponent = PowerCost() if exponent is None else PowerCost(exponent=exponent), None
     else:
         found = read_calibration(calibration)
         cost = found.cost
-        max_tokens = max_tokens or found.max_tokens
+        max_tokens = found.max_tokens if max_tokens is None else max_tokens
         max_cost = found.max_cost if max_cost is None and exponent is None else max_cost
     if max_tokens is None:
         why = "No calibration is given" if calibration is None else f"{calibration} knows no memory capacity"
@@ -110,6 +115,8 @@ def _dump(plan, path: Path) -> None:
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
+
+    from al_deepspeed.data.files import atomic_path
 
     micro_step, rank = np.indices(plan.size.shape)
     size, first = plan.size.reshape(-1), plan.first.reshape(-1)
@@ -129,7 +136,8 @@ def _dump(plan, path: Path) -> None:
             ),
         }
     )
-    pq.write_table(table, path)
+    with atomic_path(path) as temporary:
+        pq.write_table(table, temporary)
 
 
 def _print_tables(buckets: list[dict], figures: list[dict]) -> None:

@@ -4,6 +4,7 @@ A file is written beside its final name and renamed when complete, so a killed r
 `.NAME.tmp`, which the next run of the same work overwrites.
 """
 
+import errno
 import fcntl
 import io
 import os
@@ -20,6 +21,8 @@ OPEN_FILES = 64  # a pool's files at a time; far below any limit on descriptors,
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a name to write to; rename it to `path` when the block ends without an error."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     descriptor = _open_locked(temporary, path)

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from al_deepspeed.pictures import save_picture
+
 KEYS = ("op", "modulation", "rows", "features", "direction")
 
 
@@ -82,5 +84,4 @@ def plot_roofline(result: dict, path: Path) -> None:
     panels[0].set_ylabel("fewest bytes / time, TB/s")
     panels[1].legend(fontsize="small")
     figure.suptitle(f"AdaLN on {result['device']}: bf16 x, fp32 modulation")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save_picture(figure, path)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from al_deepspeed.pictures import save_picture
 from al_deepspeed.scheduling.layout import Plan
 from al_deepspeed.scheduling.metrics import efficiency
 
@@ -34,5 +35,4 @@ def plot_costs(plans: Mapping[str, Plan], path: Path) -> None:
     axes[0, 0].legend(loc="lower right", fontsize=8)
     axes[-1, 0].set_xlabel("micro-step; a dot is a rank")
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    save_picture(figure, path)
