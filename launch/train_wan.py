@@ -16,6 +16,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import log_dist
 from tqdm import tqdm
 
 import al_deepspeed
@@ -24,6 +25,7 @@ from al_deepspeed.config import BATCHING_KEY, read_config
 from al_deepspeed.data.manifest import read_manifest
 from al_deepspeed.data.shards import LatentDataset
 from al_deepspeed.errors import AdaptiveLoadError, ConfigError
+from al_deepspeed.ops.wan import use_fused_adaln
 from al_deepspeed.telemetry import FILE_NAME
 from al_deepspeed.training import checkpoints, options, wan
 from al_deepspeed.training.objective import FlowDataset, Objective, flow_loss
@@ -51,6 +53,8 @@ class Trainer:
         self.model = wan.build(source, config).train()
         if arguments.gradient_checkpointing:
             self.model.enable_gradient_checkpointing()
+        if read_config(config).fused_adaln.enabled:
+            log_dist(f"fused AdaLN at {use_fused_adaln(self.model)} sites", ranks=[0])
         self.engine, _, self.loader, _ = al_deepspeed.initialize(
             model=self.model, model_parameters=self.model.parameters(), dataset=self.dataset, config=config
         )

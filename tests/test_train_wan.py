@@ -45,7 +45,7 @@ def test_a_run_leaves_its_record_its_checkpoints_and_a_diffusers_model(base):
     assert used["gradient_accumulation_steps"] == 2 and "torch_autocast" not in used
 
 
-def test_pretrained_weights_under_zero_3_autocast_and_gradient_checkpointing(base, tmp_path):
+def test_pretrained_weights_under_zero_3_autocast_checkpointing_and_fused_adaln(base, tmp_path):
     # At a learning rate of 0 what is exported must be what was read, parameter for parameter.
     arguments = trainer_arguments(
         tmp_path / "run",
@@ -55,12 +55,14 @@ def test_pretrained_weights_under_zero_3_autocast_and_gradient_checkpointing(bas
             "optimizer.params.weight_decay": 0,
             "scheduler.params.warmup_min_lr": 0,
             "scheduler.params.warmup_max_lr": 0,
+            "fused_adaln.enabled": "true",
         },
     )
     arguments += ["--precision", "config", "--gradient-checkpointing", "--max-steps", "1"]
     arguments += ["--pretrained", str(unbroken_run(base) / "model")]
     with launch(TRAINER, *arguments, folder=tmp_path, time_limit_s=270) as launched:
         launched.wait()
+        assert "fused AdaLN at 12 sites" in launched.rank_log(0)  # 3 blocks of 4
     assert largest_difference(unbroken_run(base), tmp_path / "run") == 0
     assert "torch_autocast" in json.loads((tmp_path / "run" / "ds_config.json").read_text())
 
