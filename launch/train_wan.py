@@ -16,7 +16,6 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import log_dist
 from tqdm import tqdm
 
 import al_deepspeed
@@ -54,7 +53,9 @@ class Trainer:
         if arguments.gradient_checkpointing:
             self.model.enable_gradient_checkpointing()
         if read_config(config).fused_adaln.enabled:
-            log_dist(f"fused AdaLN at {use_fused_adaln(self.model)} sites", ranks=[0])
+            sites = use_fused_adaln(self.model)
+            if dist.get_rank() == 0:
+                print(f"fused AdaLN at {sites} sites", file=sys.stderr)
         self.engine, _, self.loader, _ = al_deepspeed.initialize(
             model=self.model, model_parameters=self.model.parameters(), dataset=self.dataset, config=config
         )
