@@ -5,11 +5,12 @@ import os
 import subprocess
 import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
-from launching import launch
+from launching import EXTENSIONS, free_port, launch
 from training_runs import STEPS, TRAINER, largest_difference, trainer_arguments, unbroken_run
 
 from al_deepspeed.errors import ConfigError
@@ -76,9 +77,11 @@ def test_pretrained_weights_under_zero_3_autocast_checkpointing_and_fused_adaln(
 )
 def test_what_cannot_be_trained_is_refused_before_training(base, extra, message):
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    environment["TORCH_EXTENSIONS_DIR"] = str(EXTENSIONS)
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     result = subprocess.run(
         [sys.executable, TRAINER, *trainer_arguments(unbroken_run(base), base), *extra],
-        env={**os.environ, **environment, "MASTER_PORT": "29712", "DS_ACCELERATOR": "cpu"},
+        env={**os.environ, **environment, "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"},
         capture_output=True,
         text=True,
     )
