@@ -57,6 +57,29 @@ bool valid(int64_t samples, int64_t tokens, int64_t features, const AdalnGroupin
          grouping.token_offset + tokens <= grouping.groups * grouping.tokens_per_group;
 }
 
+// A dimension of one element may come with any stride: 0 keeps it from counting as misaligned.
+template <class Op>
+void plain_strides(const Op& op, std::initializer_list<AdalnRows*> rows,
+                   std::initializer_list<AdalnModulation*> modulation) {
+  for (AdalnRows* t : rows) {
+    if (op.samples == 1) t->sample_stride = 0;
+    if (op.tokens == 1) t->token_stride = 0;
+  }
+  for (AdalnModulation* m : modulation) {
+    if (op.samples == 1) m->sample_stride = 0;
+    if (op.grouping.groups == 1) m->group_stride = 0;
+  }
+}
+AdalnForward plain_strides(AdalnForward op) {
+  plain_strides(op, {&op.x, &op.branch, &op.residual_out, &op.y}, {&op.shift, &op.scale, &op.gate});
+  return op;
+}
+AdalnBackward plain_strides(AdalnBackward op) {
+  plain_strides(op, {&op.x, &op.branch, &op.dy, &op.dresidual_out, &op.dx, &op.dbranch},
+                {&op.scale, &op.gate, &op.dshift, &op.dscale, &op.dgate});
+  return op;
+}
+
 cudaError_t backward(const AdalnBackward& op, cudaStream_t stream) {
   const Geometry geometry = Geometry::of(op);
   BackwardPlan plan = make_plan(op, geometry);
@@ -94,17 +117,17 @@ extern "C" {
 
 cudaError_t adaln_forward(const AdalnForward* op, cudaStream_t stream) {
   if (!op || !adaln::valid(op->samples, op->tokens, op->features, op->grouping)) return cudaErrorInvalidValue;
-  return adaln::forward(*op, stream);
+  return adaln::forward(adaln::plain_strides(*op), stream);
 }
 
 cudaError_t adaln_backward(const AdalnBackward* op, cudaStream_t stream) {
   if (!op || !adaln::valid(op->samples, op->tokens, op->features, op->grouping)) return cudaErrorInvalidValue;
-  return adaln::backward(*op, stream);
+  return adaln::backward(adaln::plain_strides(*op), stream);
 }
 
 size_t adaln_backward_workspace(const AdalnBackward* op) {
   if (!op || !adaln::valid(op->samples, op->tokens, op->features, op->grouping)) return 0;
-  const adaln::BackwardPlan plan = adaln::make_plan(*op, adaln::Geometry::of(*op));
+  const adaln::BackwardPlan plan = adaln::make_plan(adaln::plain_strides(*op), adaln::Geometry::of(*op));
   return static_cast<size_t>(plan.partial_bytes + plan.group_bytes + plan.row_means_bytes);
 }
 

@@ -26,8 +26,8 @@ __global__ void __launch_bounds__(kColumnThreads)
     column_sums(const __grid_constant__ AdalnBackward op, const __grid_constant__ Geometry geometry,
                 const __grid_constant__ Chunks chunks, const __grid_constant__ Partials partials,
                 const float2* row_means) {
-  let_next_start();
   wait_for_previous();
+  let_next_start();
   const int column = (blockIdx.x * kColumnThreads + threadIdx.x) * W;
   if (column >= geometry.features) return;
   float sum_dy[W] = {}, sum_dyh[W] = {}, sum_gate[W] = {};
@@ -117,9 +117,9 @@ __global__ void __launch_bounds__(kColumnThreads)
   }
 }
 
-// Second stage. A block takes 16 columns of one group: 4 lanes of 4 columns side by side, the rest of the block apart in
-// slots; then the shares are joined in a fixed order, by shuffles and through shared memory. Blocks are small enough to
-// be set up beside the last chunks of the first stage.
+// Second stage. A block takes 16 columns of one group: 4 lanes of 4 columns side by side, the rest of the block apart
+// in slots; then the shares are joined in a fixed order, by shuffles and through shared memory. Blocks are small enough
+// to be set up beside the last chunks of the first stage.
 //   reads   partials of the group      slots * sums * D * 4, mostly from L2
 //   writes  dshift = sum dy,  dscale = weight * sum(dy h) + bias * sum(dy),  dgate    zeros for an empty group
 //           group_sums                 both norm sums in fp32, when dweight or dbias is asked for
@@ -134,30 +134,37 @@ __global__ void __launch_bounds__(kLanes* kJoin)
   const int64_t group = blockIdx.x / tiles;
   const int column = static_cast<int>(blockIdx.x % tiles) * kTile;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
+  // Everything but the partials is read before waiting for them.
   int64_t first = 0, last = geometry.rows;
-  let_next_start();
-  wait_for_previous();
   if (!partials.weigh) geometry.group_rows(group, first, last);
   const int count = partials.count();
+  const int64_t from = first < last ? chunks.of(first) : 0;
+  const int slots = first < last ? static_cast<int>(chunks.of(last - 1) - from) + 1 : 0;
+  const float* slot = partials.slot(from, group) + column + 4 * (threadIdx.x % kLanes);
+  const int64_t pitch = count * partials.width;
+  const int own = min(column + lane % kTile, geometry.features - 1);
+  const float weight = op.weight.data ? load_one(op.weight.data, op.weight.dtype, own) : 1.f;
+  const float bias = op.bias.data ? load_one(op.bias.data, op.bias.dtype, own) : 0.f;
+  Place place{};
+  if (geometry.mode != ADALN_GROUP_NONE && !partials.weigh) {
+    place.sample = group / geometry.groups_per_sample;
+    place.group = group - place.sample * geometry.groups_per_sample;
+  }
+  wait_for_previous();
+  let_next_start();
   float4 sum[3];
 #pragma unroll
   for (int s = 0; s < 3; ++s) sum[s] = make_float4(0.f, 0.f, 0.f, 0.f);
-  if (first < last) {
-    const int64_t from = chunks.of(first);
-    const int slots = static_cast<int>(chunks.of(last - 1) - from) + 1;
-    const float* slot = partials.slot(from, group) + column + 4 * (threadIdx.x % kLanes);
-    const int64_t pitch = count * partials.width;
 #pragma unroll 8
-    for (int k = threadIdx.x / kLanes; k < slots; k += blockDim.x / kLanes) {
+  for (int k = threadIdx.x / kLanes; k < slots; k += blockDim.x / kLanes) {
 #pragma unroll
-      for (int s = 0; s < 3; ++s) {
-        if (s < count) {
-          const float4 v = __ldg(reinterpret_cast<const float4*>(slot + k * pitch + s * partials.width));
-          sum[s].x += v.x;
-          sum[s].y += v.y;
-          sum[s].z += v.z;
-          sum[s].w += v.w;
-        }
+    for (int s = 0; s < 3; ++s) {
+      if (s < count) {
+        const float4 v = *reinterpret_cast<const float4*>(slot + k * pitch + s * partials.width);
+        sum[s].x += v.x;
+        sum[s].y += v.y;
+        sum[s].z += v.z;
+        sum[s].w += v.w;
       }
     }
   }
@@ -173,8 +180,7 @@ __global__ void __launch_bounds__(kLanes* kJoin)
     if (lane < kLanes) *reinterpret_cast<float4*>(&shares[s][warp][4 * lane]) = sum[s];
   }
   __syncthreads();
-  const int own = column + lane;
-  if (warp > 0 || lane >= kTile || own >= geometry.features) return;
+  if (warp > 0 || lane >= kTile || column + lane >= geometry.features) return;
   float total[3] = {};
 #pragma unroll
   for (int w = 0; w < kLanes * kJoin / kWarp; ++w) {
@@ -182,18 +188,10 @@ __global__ void __launch_bounds__(kLanes* kJoin)
     for (int s = 0; s < 3; ++s)
       if (w < warps) total[s] += shares[s][w][lane];
   }
-  Place place{};
-  if (geometry.mode != ADALN_GROUP_NONE && !partials.weigh) {
-    place.sample = group / geometry.groups_per_sample;
-    place.group = group - place.sample * geometry.groups_per_sample;
-  }
   if (partials.norm_sums) {
     if (op.dshift.data) store_one(row_of(op.dshift, place), op.dshift.dtype, own, total[0]);
-    if (op.dscale.data) {
-      const float w = op.weight.data ? load_one(op.weight.data, op.weight.dtype, own) : 1.f;
-      const float b = op.bias.data ? load_one(op.bias.data, op.bias.dtype, own) : 0.f;
-      store_one(row_of(op.dscale, place), op.dscale.dtype, own, fmaf(w, total[1], b * total[0]));
-    }
+    if (op.dscale.data)
+      store_one(row_of(op.dscale, place), op.dscale.dtype, own, fmaf(weight, total[1], bias * total[0]));
     if (group_sums) {
       group_sums[2 * group * partials.width + own] = total[0];
       group_sums[(2 * group + 1) * partials.width + own] = total[1];
@@ -209,8 +207,8 @@ __global__ void __launch_bounds__(1024)
     join_groups(const __grid_constant__ AdalnBackward op, const __grid_constant__ Geometry geometry,
                 const __grid_constant__ Partials partials, int64_t groups, const float* group_sums) {
   __shared__ float shares[2][kWarp][kWarp];
-  let_next_start();
   wait_for_previous();
+  let_next_start();
   const int column = blockIdx.x * kWarp + threadIdx.x;
   float bias = 0.f, weight = 0.f;
   if (column < geometry.features) {
@@ -281,8 +279,8 @@ cudaError_t reduce_partials(const AdalnBackward& op, const Geometry& geometry, c
     // As many threads as a group has slots on average, so that none of many small groups costs a full block.
     const int64_t slots = chunks.count / std::max<int64_t>(groups, 1) + 1;
     const int threads = std::max(kWarp, kLanes * static_cast<int>(std::min<int64_t>(kJoin, (slots + 7) / 8 * 8)));
-    const cudaError_t error = launch_early(join_partials, static_cast<unsigned>(blocks), threads, 0, stream, op, geometry,
-                                           chunks, partials, group_sums);
+    const cudaError_t error = launch_early(join_partials, static_cast<unsigned>(blocks), threads, 0, stream, op,
+                                           geometry, chunks, partials, group_sums);
     if (error != cudaSuccess) return error;
   }
   if (!group_sums) return cudaSuccess;

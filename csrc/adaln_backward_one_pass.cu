@@ -156,7 +156,8 @@ __device__ __forceinline__ void round_all(float (&f)[n]) {
 // registers. Between two barriers a warp runs the first half of one tile and the second half of the one before, so
 // that shuffles, shared memory and arithmetic of independent tiles overlap, at one barrier a tile.
 template <class T, int kRows, bool kBranch>
-__global__ void __launch_bounds__(max_threads(kRows, kBranch, T::kBytes), 1) one_pass(const __grid_constant__ OnePass p) {
+__global__ void __launch_bounds__(max_threads(kRows, kBranch, T::kBytes), 1)
+    one_pass(const __grid_constant__ OnePass p) {
   constexpr int N = 2 * kRows;  // sums a tile
   constexpr int kBytes = T::kBytes;
   extern __shared__ __align__(128) char ring[];
@@ -164,7 +165,6 @@ __global__ void __launch_bounds__(max_threads(kRows, kBranch, T::kBytes), 1) one
   __shared__ uint64_t full[kMaxStages];
   __shared__ int4 ahead[2];
   __shared__ float4 row_values[max_threads(kRows, kBranch, T::kBytes) / kWarp][kRows];
-  let_next_start();  // reduce_partials() may set up its blocks
   const AdalnBackward& op = p.op;
   const Geometry& geometry = p.geometry;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
@@ -188,9 +188,10 @@ __global__ void __launch_bounds__(max_threads(kRows, kBranch, T::kBytes), 1) one
   copy_fence();
   __syncthreads();
   wait_for_previous();
+  let_next_start();  // whose blocks may then read whatever this kernel was given
 
-  // What comes next into the ring: (row, end of its run, its sample, that sample's first row). A tile never crosses into
-  // another group or sample. Kept twice: while one is read, thread 0 writes the other.
+  // What comes next into the ring: (row, end of its run, its sample, that sample's first row). A tile never crosses
+  // into another group or sample. Kept twice: while one is read, thread 0 writes the other.
   int turn = 0;
   const auto fill = [&](int s) {
     if (ADALN_BULK_COPY && threadIdx.x >= kWarp) return;
@@ -245,11 +246,11 @@ __global__ void __launch_bounds__(max_threads(kRows, kBranch, T::kBytes), 1) one
   const auto await = [&](int s, uint32_t lap, int rows) {
     barrier_wait(&full[s], lap);
     if (rows < kRows) {
+      char* own = ring + s * p.stage_bytes + column * kBytes;
       for (int stream = 0; stream < p.stream_count; ++stream)
         for (int r = rows; r < kRows; ++r)
           for (int j = 0; j < kColumns * kBytes; j += 16)
-            *reinterpret_cast<uint4*>(ring + s * p.stage_bytes + (stream * kRows + r) * p.row_pitch + column * kBytes + j) =
-                make_uint4(0, 0, 0, 0);
+            *reinterpret_cast<uint4*>(own + (stream * kRows + r) * p.row_pitch + j) = make_uint4(0, 0, 0, 0);
       copy_fence();
     }
   };
@@ -427,54 +428,49 @@ cudaError_t launch_typed(const OnePass& p, const OnePassPlan& plan, cudaStream_t
 OnePassPlan plan_one_pass(const AdalnBackward& op, const Geometry& geometry) {
   OnePassPlan plan{};
   const AdalnDtype dtype = op.x.dtype;
+  const int bytes = element_bytes(dtype);
   const bool branch = op.branch.data != nullptr;
   for (const AdalnRows* t : {&op.dy, &op.branch, &op.dresidual_out, &op.dx, &op.dbranch})
     if (t->data && t->dtype != dtype) return plan;
-  if ((branch && op.residual_dtype != dtype) || (!branch && op.dresidual_out.data)) return plan;
-  if (!all_backward_aligned(op, kColumns)) return plan;
+  if (branch ? op.residual_dtype != dtype : op.dresidual_out.data != nullptr) return plan;
+  if (!all_backward_aligned(op, kColumns) || geometry.rows > INT32_MAX) return plan;
   const int threads = (geometry.features + kColumns * kWarp - 1) / (kColumns * kWarp) * kWarp;
-  if (geometry.rows > INT32_MAX) return plan;
 
   // The largest tile of which three stages fit: a barrier a tile is dear, and with two stages nothing is in flight
   // while one is summed and the other written.
   const Device& device = current_device();
-  const int bytes = element_bytes(dtype);
   const int streams = branch ? 3 + (op.dresidual_out.data != nullptr) : 2;
   const int row_bytes = streams * threads * kColumns * bytes;
-  const int reserved = 4096, room = device.shared_bytes - reserved;
-  const int fewest = branch ? 1 : 2;
-  int rows = branch ? 2 : 4;
-  while (rows > fewest && (threads > max_threads(rows, branch, bytes) || 3 * rows * row_bytes > room)) rows /= 2;
-  if (threads > max_threads(rows, branch, bytes)) return plan;
-  int blocks = std::max(1, std::min({64 * 1024 / (threads * 104), room / (3 * rows * row_bytes + reserved)}));
-  double large = 0.95;
-  double fill = 1;
-#ifdef ADALN_TUNE
-  if (getenv("OR")) rows = atoi(getenv("OR"));
-  if (getenv("OB")) blocks = atoi(getenv("OB"));
-  if (getenv("OF")) large = atof(getenv("OF"));
-  if (getenv("OX")) fill = atof(getenv("OX"));
-#endif
-  int stages = std::min(kMaxStages, (room / blocks - (blocks > 1 ? reserved : 0)) / (rows * row_bytes));
-#ifdef ADALN_TUNE
-  if (getenv("OG")) stages = std::min(stages, atoi(getenv("OG")));
-#endif
+  constexpr int kReserved = 6144;  // of a block: the driver's share and the static arrays
+  const int room = device.shared_bytes - kReserved;
+  const int smallest = branch ? 1 : 2;
+  int tile = branch ? 2 : 4;
+  while (tile > smallest && (threads > max_threads(tile, branch, bytes) || 3 * tile * row_bytes > room)) tile /= 2;
+  if (threads > max_threads(tile, branch, bytes)) return plan;
+  constexpr int kRegisters = 104;  // a thread, about
+  const int blocks =
+      std::max(1, std::min(64 * 1024 / (threads * kRegisters), room / (3 * tile * row_bytes + kReserved)));
+  const int stages = std::min(kMaxStages, (room / blocks - (blocks > 1 ? kReserved : 0)) / (tile * row_bytes));
   if (stages < 2) return plan;
-  plan.tile_rows = rows;
+  plan.tile_rows = tile;
   plan.stages = stages;
   plan.threads = threads;
-  plan.shared_bytes = stages * rows * row_bytes;
+  plan.shared_bytes = stages * tile * row_bytes;
 
-  const int64_t slots = static_cast<int64_t>(blocks) * device.multiprocessors, tile = rows;
+  // Blocks that start together finish apart: SMs do not get equal shares of the bandwidth. So a twentieth of the rows
+  // is left for those that are done early. Not with few rows, where filling one more ring costs more than it gains.
+  constexpr double kLargeShare = 0.95;
+  constexpr int64_t kFewRows = 64;  // a block
+  const int64_t slots = static_cast<int64_t>(blocks) * device.multiprocessors;
   const int64_t equal = (geometry.rows + slots - 1) / slots;
-  if (equal < 64 || large >= 1.0) {
-    plan.chunks = Chunks::equal(geometry.rows, std::max(equal, tile));
+  if (equal < kFewRows) {
+    plan.chunks = Chunks::equal(geometry.rows, std::max<int64_t>(equal, tile));
     return plan;
   }
-  const int64_t large_rows = static_cast<int64_t>(large * geometry.rows / slots) / tile * tile;
+  const auto whole_tiles = [&](int64_t rows) { return (rows + tile - 1) / tile * tile; };
+  const int64_t large_rows = static_cast<int64_t>(kLargeShare * geometry.rows / slots) / tile * tile;
   const int64_t rest = geometry.rows - slots * large_rows;
-  const int64_t small_count = std::max<int64_t>(1, static_cast<int64_t>(fill * slots));
-  const int64_t small_rows = ((rest + small_count - 1) / small_count + tile - 1) / tile * tile;
+  const int64_t small_rows = whole_tiles((rest + slots - 1) / slots);
   plan.chunks = {slots, large_rows, small_rows, slots + (rest + small_rows - 1) / small_rows};
   return plan;
 }

@@ -20,9 +20,9 @@ namespace {
 // P as in the forward: the type of the modulation and of its gradients, with every row tensor of type T and no weight
 // or bias; Any for the rest.
 template <class T, class P, int K, bool kBranch>
-__global__ void __launch_bounds__(kBackwardThreads, 1) backward_rows(const __grid_constant__ AdalnBackward op,
-                                                                  const __grid_constant__ Geometry geometry,
-                                                                  int team_warps, float2* row_means) {
+__global__ void __launch_bounds__(kBackwardThreads, 1)
+    backward_rows(const __grid_constant__ AdalnBackward op, const __grid_constant__ Geometry geometry, int team_warps,
+                  float2* row_means) {
   constexpr bool kAny = std::is_same_v<P, Any>;
   using Row = row_type<P, T>;
   constexpr int W = T::kWidth;
@@ -33,8 +33,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) backward_rows(const __gri
   const int teams = blockDim.x / kWarp / team_warps;
   const int team = warp / team_warps, part = warp - team * team_warps;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * teams + team;
-  let_next_start();
   wait_for_previous();
+  let_next_start();
   if (row >= geometry.rows) {  // a team without a row still meets the others at the barrier
     if (team_warps > 1) __syncthreads();
     return;
@@ -183,8 +183,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) backward_rows(const __gri
 __global__ void __launch_bounds__(256) backward_rows_any(const __grid_constant__ AdalnBackward op,
                                                          const __grid_constant__ Geometry geometry,
                                                          float2* row_means) {
-  let_next_start();
   wait_for_previous();
+  let_next_start();
   for (int64_t row = blockIdx.x; row < geometry.rows; row += gridDim.x) {
     const Place place = geometry.place(row);
     const int D = geometry.features;
@@ -265,9 +265,11 @@ cudaError_t backward_rows(const AdalnBackward& op, const Geometry& geometry, flo
   const AdalnDtype dtype = op.x.dtype;
   const int width = 16 / element_bytes(dtype);
   const bool typed = op.dy.data && op.dy.dtype == dtype && (!op.branch.data || op.residual_dtype == dtype) &&
-                     plan_backward(geometry, width, op.branch.data != nullptr).vectors > 0 && all_backward_aligned(op, width);
+                     plan_backward(geometry, width, op.branch.data != nullptr).vectors > 0 &&
+                     all_backward_aligned(op, width);
   if (!typed) {
-    return launch_early(backward_rows_any, any_blocks(geometry), any_threads(geometry), 0, stream, op, geometry, row_means);
+    return launch_early(backward_rows_any, any_blocks(geometry), any_threads(geometry), 0, stream, op, geometry,
+                        row_means);
   }
   if (dtype == ADALN_F32) return launch<F32>(op, geometry, row_means, stream);
   if (dtype == ADALN_F16) return launch<Fp16>(op, geometry, row_means, stream);

@@ -334,7 +334,8 @@ __device__ __forceinline__ void wait_for_previous() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// The next kernel may set up its blocks as soon as every block of this one has got here.
+// The next kernel may set up its blocks as soon as every block of this one has got here. Called after
+// wait_for_previous(), so that whatever this kernel was given is there for the next one too.
 __device__ __forceinline__ void let_next_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

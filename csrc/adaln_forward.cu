@@ -19,10 +19,12 @@ namespace {
 // P is the type of shift, scale and gate, all present, with y and branch of type T and no weight or bias; for every
 // other case P is Any and each access asks which it is.
 template <class T, class P, int K, bool kBranch>
-__global__ void __launch_bounds__(kForwardThreads, 1) forward_rows(const __grid_constant__ AdalnForward op,
-                                                                const __grid_constant__ Geometry geometry,
-                                                                int team_warps) {
+__global__ void __launch_bounds__(kForwardThreads, 1)
+    forward_rows(const __grid_constant__ AdalnForward op, const __grid_constant__ Geometry geometry, int team_warps,
+                 int run_bits) {
   constexpr bool kAny = std::is_same_v<P, Any>;
+  // A mean in fp32 can be off by as much as fp32 rows differ by: what they leave over from it corrects it once.
+  constexpr bool kRefine = std::is_same_v<T, F32>;
   constexpr int W = T::kWidth;
   constexpr int kStep = kWarp * W, kShare = K * kStep;  // elements of a row that a warp holds: a vector a lane, all
   __shared__ float2 shares[kWarp];
@@ -30,14 +32,19 @@ __global__ void __launch_bounds__(kForwardThreads, 1) forward_rows(const __grid_
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int teams = blockDim.x / kWarp / team_warps;
   const int team = warp / team_warps, part = warp - team * team_warps;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * teams + team;
-  let_next_start();
+  // Teams go round the runs of rows, so that SMs do not all come to a new group at once.
+  const int64_t turn = static_cast<int64_t>(blockIdx.x) * teams + team;
+  const int64_t run_rows = (geometry.rows + (1 << run_bits) - 1) >> run_bits, run = turn & ((1 << run_bits) - 1);
+  const int64_t row = run * run_rows + (turn >> run_bits);
+  if (geometry.mode == ADALN_PACKED) wait_for_previous();  // place() then reads cu_seqlens
+  const bool has_row = row < min((run + 1) * run_rows, geometry.rows);
+  const Place place = geometry.place(has_row ? row : 0);
   wait_for_previous();
-  if (row >= geometry.rows) {  // a team without a row still meets the others at the barrier
+  let_next_start();
+  if (!has_row) {  // still meets the other teams at the barrier
     if (team_warps > 1 && (!kBranch || op.y.data)) __syncthreads();
     return;
   }
-  const Place place = geometry.place(row);
   const int D = geometry.features;
   const int first = part * kShare + lane * W;
 
@@ -94,27 +101,38 @@ __global__ void __launch_bounds__(kForwardThreads, 1) forward_rows(const __grid_
     }
     mean = count ? warp_sum(sum) / count : 0.f;
   }
+  float left_over = 0.f;
 #pragma unroll
   for (int k = 0; k < K; ++k) {
-    float f[W], part_squares = 0.f;
+    float f[W], part_squares = 0.f, part_sum = 0.f;
     keep_packed(held[k]);
     T::unpack(held[k], f);
 #pragma unroll
     for (int i = 0; i < W; ++i) {
       const float centred = f[i] - mean;
       part_squares = fmaf(centred, centred, part_squares);
+      if constexpr (kRefine) part_sum += centred;
     }
-    if (first + k * kStep < D) squares += part_squares;
+    if (first + k * kStep < D) {
+      squares += part_squares;
+      left_over += part_sum;
+    }
   }
   squares = warp_sum(squares);
+  if (kRefine && count && op.norm == ADALN_LAYER_NORM) {
+    const float error = warp_sum(left_over) / count;
+    mean += error;
+    squares = fmaf(-error * error, count, squares);
+  }
 
   if (team_warps > 1) {
     if (lane == 0) shares[warp] = make_float2(mean, squares);
     __syncthreads();  // of the block: named barriers for each team would cap an SM at 4 blocks
     const float2* mine = shares + team * team_warps;
+    const float near = mine[0].x;  // sums of what the shares differ by stay small
     float sum = 0.f;
-    for (int w = 0; w < team_warps; ++w) sum = fmaf(mine[w].x, max(0, min(kShare, D - w * kShare)), sum);
-    mean = sum / D;
+    for (int w = 1; w < team_warps; ++w) sum = fmaf(mine[w].x - near, max(0, min(kShare, D - w * kShare)), sum);
+    mean = near + sum / D;
     squares = 0.f;
     for (int w = 0; w < team_warps; ++w) {
       const float apart = mine[w].x - mean;
@@ -172,8 +190,8 @@ __global__ void __launch_bounds__(kForwardThreads, 1) forward_rows(const __grid_
 // two from cache). With a branch the row is read back from residual_out, each thread its own elements.
 __global__ void __launch_bounds__(256) forward_any(const __grid_constant__ AdalnForward op,
                                                    const __grid_constant__ Geometry geometry) {
-  let_next_start();
   wait_for_previous();
+  let_next_start();
   for (int64_t row = blockIdx.x; row < geometry.rows; row += gridDim.x) {
     const Place place = geometry.place(row);
     const int D = geometry.features;
@@ -197,12 +215,19 @@ __global__ void __launch_bounds__(256) forward_any(const __grid_constant__ Adaln
       for (int i = threadIdx.x; i < D; i += blockDim.x) sum += load_one(x, dtype, i);
       mean = block_sum(sum) / D;
     }
-    float squares = 0.f;
+    float squares = 0.f, left_over = 0.f;
     for (int i = threadIdx.x; i < D; i += blockDim.x) {
       const float centred = load_one(x, dtype, i) - mean;
       squares = fmaf(centred, centred, squares);
+      left_over += centred;
     }
-    const float rstd = rsqrtf(block_sum(squares) / D + op.eps);
+    squares = block_sum(squares) / D;
+    if (op.norm == ADALN_LAYER_NORM) {  // what the row leaves over from a mean in fp32 corrects it once
+      const float error = block_sum(left_over) / D;
+      mean += error;
+      squares -= error * error;
+    }
+    const float rstd = rsqrtf(squares + op.eps);
     if (op.rstd && threadIdx.x == 0) {
       if (op.norm == ADALN_LAYER_NORM) op.mean[row] = mean;
       op.rstd[row] = rstd;
@@ -223,13 +248,18 @@ __global__ void __launch_bounds__(256) forward_any(const __grid_constant__ Adaln
 
 template <class T, class P, bool kBranch>
 cudaError_t launch(const AdalnForward& op, const Geometry& geometry, cudaStream_t stream) {
-  const RowPlan plan = plan_rows(geometry, T::kWidth, kBranch ? kForwardBranchVectors : kForwardVectors, kForwardThreads);
+  constexpr bool kFewer = kBranch || std::is_same_v<T, F32>;  // vectors: more to hold, or to compute with
+  RowPlan plan = plan_rows(geometry, T::kWidth, kFewer ? kForwardFewerVectors : kForwardVectors, kForwardThreads);
+  const int run_bits = plan_run_bits(geometry);
+  const int teams = plan.threads / kWarp / plan.team_warps;
+  const int64_t turns = ((geometry.rows + (1 << run_bits) - 1) >> run_bits) << run_bits;
+  plan.blocks = static_cast<unsigned>((turns + teams - 1) / teams);
   const auto start = [&](auto kernel) {
-    return launch_early(kernel, plan.blocks, plan.threads, 0, stream, op, geometry, plan.team_warps);
+    return launch_early(kernel, plan.blocks, plan.threads, 0, stream, op, geometry, plan.team_warps, run_bits);
   };
   if (plan.vectors == 2) return start(forward_rows<T, P, 2, kBranch>);
   if (plan.vectors == 4) return start(forward_rows<T, P, 4, kBranch>);
-  if constexpr (!kBranch) return start(forward_rows<T, P, 6, false>);
+  if constexpr (!kFewer) return start(forward_rows<T, P, 6, false>);
   return cudaErrorInvalidValue;
 }
 
@@ -261,7 +291,8 @@ cudaError_t forward(const AdalnForward& op, cudaStream_t stream) {
   if (geometry.rows == 0) return cudaSuccess;
   const AdalnDtype dtype = op.x.dtype;
   const int width = 16 / element_bytes(dtype);
-  const bool typed = geometry.features % width == 0 && plan_rows(geometry, width, kForwardBranchVectors, kForwardThreads).vectors > 0 &&
+  const bool typed = geometry.features % width == 0 &&
+                     plan_rows(geometry, width, kForwardFewerVectors, kForwardThreads).vectors > 0 &&
                      (!op.branch.data || op.residual_out.dtype == dtype) &&
                      all_aligned(width, {op.x, op.branch, op.residual_out, op.y}, {op.shift, op.scale, op.gate},
                                  {op.weight, op.bias});
