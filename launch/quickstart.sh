@@ -30,6 +30,6 @@ for strategy in equal_token dual_constraint; do
     run_deepspeed --num_accelerators "$ranks" --master_port "$port" --log_level warning launch/train_wan.py \
         --config launch/configs/quickstart.json --precision "$precision" --run "$run" --resume \
         --set "data_efficiency.data_sampling.dual_constraint_batching.strategy=$strategy" \
-        --epochs 5 --validate-every 5 "$@"
+        --epochs 5 --validate-every 8 "$@"
 done
 al-deepspeed report runs/quickstart/equal_token runs/quickstart/dual_constraint --plot runs/quickstart/report.png
