@@ -342,30 +342,6 @@ __device__ __forceinline__ void let_next_start() {
 #endif
 }
 
-// ---- parameters into L1 ------------------------------------------------------------------------------------------
-// A warp touches every line of the elements [first, first + kCount) of a row of P, early, so that their use later
-// finds them in L1: at a change of group all SMs ask L2 for the same few lines at once.
-template <class P, int kCount>
-struct Touched {
-  static constexpr int kLines = (kCount * P::kBytes + 127) / 128, kEach = (kLines + kWarp - 1) / kWarp;
-  uint32_t word[kEach];
-
-  __device__ __forceinline__ Touched(const void* row, int first, int features) {
-    const int lane = threadIdx.x % kWarp;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int byte = first * P::kBytes + (i * kWarp + lane) * 128;
-      word[i] = 0;
-      if (i * kWarp + lane < kLines && byte < features * P::kBytes)
-        asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(word[i]) : "l"(static_cast<const char*>(row) + byte));
-    }
-  }
-  __device__ __forceinline__ void settle() const {  // a use, late, or the loads would be dropped
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) asm volatile("" ::"r"(word[i]));
-  }
-};
-
 // ---- streaming accesses ----------------------------------------------------------------------------------------
 // Rows pass through once: they do not displace the modulation from L1.
 

@@ -53,12 +53,6 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
 #pragma unroll
   for (int k = 0; k < K; ++k) held[k] = first + k * kStep < D ? load_stream<T>(x, k * kStep) : make_uint4(0, 0, 0, 0);
 
-  const auto touch = [&](const AdalnModulation& m) {
-    if constexpr (kAny) return 0;
-    else return Touched<P, kShare>(row_of(m, place), part * kShare, D);
-  };
-  const auto early_gate = touch(kBranch ? op.gate : op.scale);
-  const auto early_scale = touch(op.y.data ? op.scale : op.gate), early_shift = touch(op.y.data ? op.shift : op.gate);
   if constexpr (kBranch) {
     const void* branch_row = row_of(op.branch, place);
     if constexpr (!kAny) {
@@ -145,11 +139,6 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     op.rstd[row] = rstd;
   }
 
-  if constexpr (!kAny) {
-    early_gate.settle();
-    early_scale.settle();
-    early_shift.settle();
-  }
   const void* scale = at(row_of(op.scale, place), P{}, op.scale.dtype, first);
   const void* shift = at(row_of(op.shift, place), P{}, op.shift.dtype, first);
   void* y = at(row_of(op.y, place), row_type<P, T>{}, op.y.dtype, first);
