@@ -21,6 +21,7 @@ if [ "$ranks" = 0 ]; then
 fi
 export TORCH_EXTENSIONS_DIR="$venv/torch_extensions"  # builds shared between environments wait for each other
 port=$(python -c "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])")
+trap 'rm -f /dev/shm/deepspeed_allreduce_buffer_*_"$port"_*' EXIT  # CPU ranks leave their shared memory behind
 for strategy in equal_token dual_constraint; do
     run=runs/quickstart/$strategy
     if [ -f "$run/model/config.json" ]; then
