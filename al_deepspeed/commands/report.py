@@ -1,5 +1,6 @@
 """`al-deepspeed report`: what a run did, or several runs side by side; measured and predicted told apart."""
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -14,9 +15,10 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
     """Print what runs did: speed, balance, batches a shape, memory, losses."""
-    from al_deepspeed.run_figures import figures
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to standard output from its import on
+        from al_deepspeed.run_figures import figures
 
-    results = [figures(folder) for folder in runs]
+        results = [figures(folder) for folder in runs]
     if plot is not None:
         from al_deepspeed.run_plot import plot as draw
 
