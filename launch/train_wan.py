@@ -47,7 +47,7 @@ class Trainer:
         dist.barrier()  # every rank has looked into the folder
         if dist.get_rank() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "ds_config.json").write_text(json.dumps(config, indent=2) + "\n")
+            checkpoints.write_atomically(self.folder / "ds_config.json", json.dumps(config, indent=2) + "\n")
         torch.manual_seed(seed)
         self.model = wan.build(source, config).train()
         if arguments.gradient_checkpointing:
