@@ -5,6 +5,7 @@
 The run's folder receives `ds_config.json` as used, `telemetry.jsonl` (a line a step), `validation.jsonl`,
 `checkpoints/` and, at the end, `model/`, which diffusers loads. Nodes share it. On SIGTERM to the launcher
 the ranks agree at the next step boundary, save together and leave; `--resume` goes on from there.
+`al-deepspeed calibrate --factory launch.train_wan:calibration` scans the same model under the same options.
 """
 
 import argparse
@@ -24,11 +25,14 @@ from al_deepspeed.config import BATCHING_KEY, read_config
 from al_deepspeed.data.manifest import read_manifest
 from al_deepspeed.data.shards import LatentDataset
 from al_deepspeed.errors import AdaptiveLoadError, ConfigError
-from al_deepspeed.ops.wan import use_fused_adaln
 from al_deepspeed.telemetry import FILE_NAME
 from al_deepspeed.training import checkpoints, options, wan
+from al_deepspeed.training import model as models
 from al_deepspeed.training.objective import FlowDataset, Objective, flow_loss
+from al_deepspeed.training.synthetic import calibration
 from al_deepspeed.training.validation import Validation, ValidationFile
+
+__all__ = ["Trainer", "calibration", "main"]
 
 
 class Trainer:
@@ -48,14 +52,7 @@ class Trainer:
         if dist.get_rank() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             checkpoints.write_atomically(self.folder / "ds_config.json", json.dumps(config, indent=2) + "\n")
-        torch.manual_seed(seed)
-        self.model = wan.build(source, config).train()
-        if arguments.gradient_checkpointing:
-            self.model.enable_gradient_checkpointing()
-        if read_config(config).fused_adaln.enabled:
-            sites = use_fused_adaln(self.model)
-            if dist.get_rank() == 0:
-                print(f"fused AdaLN at {sites} sites", file=sys.stderr)
+        self.model = models.make(source, arguments, config)
         self.engine, _, self.loader, _ = al_deepspeed.initialize(
             model=self.model, model_parameters=self.model.parameters(), dataset=self.dataset, config=config
         )
@@ -82,10 +79,7 @@ class Trainer:
 
     def _model_source(self) -> wan.Source:
         latent, text = (self.dataset.latents[0][name] for name in ("latent", "text"))
-        sizes = {"channels": latent.shape[0], "text_dim": text.shape[1]}
-        if self.arguments.pretrained:
-            return wan.pretrained(self.arguments.pretrained, **sizes)
-        return wan.preset(self.arguments.preset, **sizes)
+        return models.source(self.arguments, channels=latent.shape[0], text_dim=text.shape[1])
 
     def train(self) -> None:
         """Runs to the last step, or to a signal. Saves in both cases, exports in the first."""

@@ -25,6 +25,18 @@ def test_the_large_preset_is_wan_1_3b():
     assert sum(p.numel() for p in model.parameters()) == 30 * block + around == 1_418_996_800
 
 
+def test_the_first_layers_alone(tmp_path):
+    """Wan 14B: 40 heads of 128 make 5120; a preset or a folder of weights cut to its first blocks."""
+    with torch.device("meta"):
+        model = wan.build(wan.preset("14b", channels=16, text_dim=4096, layers=2), {})
+    assert len(model.blocks) == 2 and model.blocks[0].ffn.net[2].weight.shape == (5120, 13824)
+    wan.export(tiny(), tmp_path / "model")
+    folder = {"name_or_dir": str(tmp_path / "model"), "channels": 2, "text_dim": 8}
+    assert len(wan.build(wan.pretrained(**folder, layers=1), {}).blocks) == 1
+    with pytest.raises(ConfigError, match=r"the first is blocks\.3\."):
+        wan.pretrained(**folder, layers=4)
+
+
 def test_an_exported_folder_loads_with_diffusers_and_computes_the_same(tmp_path):
     model = tiny()
     wan.export(model, tmp_path / "model")
@@ -60,5 +72,5 @@ def test_pretrained_weights_for_another_corpus_are_refused(tmp_path):
 
 
 def test_an_unknown_preset_is_refused():
-    with pytest.raises(ConfigError, match=r"allowed: tiny, 1\.3b"):
-        wan.preset("14b", channels=16, text_dim=8)
+    with pytest.raises(ConfigError, match=r"allowed: tiny, 1\.3b, 14b"):
+        wan.preset("5b", channels=16, text_dim=8)

@@ -10,18 +10,18 @@ from al_deepspeed.training import wan
 from al_deepspeed.training.objective import TIMESTEPS
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """The trainer's arguments, in groups."""
+def parser(description: str, *, for_a_run: bool = True) -> argparse.ArgumentParser:
+    """The trainer's arguments, in groups; for a calibration without the need for --config and --run."""
     arguments = argparse.ArgumentParser(description=description)
     arguments.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # from the launcher
 
     run = arguments.add_argument_group("run")
-    run.add_argument("--config", required=True, help="ds_config, for example launch/configs/zero3.json")
+    run.add_argument("--config", required=for_a_run, help="ds_config, for example launch/configs/zero3.json")
     run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of it")
     run.add_argument(
         "--precision", choices=["config", "fp32"], default="config", help="fp32: no half precision"
     )
-    run.add_argument("--run", required=True, type=Path, metavar="DIR", help="the run's own folder")
+    run.add_argument("--run", required=for_a_run, type=Path, metavar="DIR", help="the run's own folder")
     run.add_argument("--epochs", type=_positive, default=1, help="epochs in all (default 1)")
     run.add_argument("--max-steps", type=_positive, metavar="N", help="optimizer steps in all, at most")
     run.add_argument("--save-every", type=_positive, metavar="N", help="steps (default: at the end only)")
@@ -32,6 +32,9 @@ def parser(description: str) -> argparse.ArgumentParser:
     weights = model.add_mutually_exclusive_group()
     weights.add_argument("--preset", choices=list(wan.PRESETS), default="tiny", help="random weights")
     weights.add_argument("--pretrained", metavar="NAME_OR_DIR", help="hub repository or diffusers folder")
+    model.add_argument(
+        "--layers", type=_positive, metavar="N", help="the first N blocks alone, for measuring"
+    )
     model.add_argument("--gradient-checkpointing", action="store_true", help="compute activations twice")
 
     objective = arguments.add_argument_group("objective")

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from al_deepspeed.errors import ConfigError, CorpusError
 from al_deepspeed.scheduling.shapes import Corpus
 
-# Name -> what differs from WanTransformer3DModel's defaults. `tiny` is for CPUs, `1.3b` is Wan 2.1 T2V 1.3B.
+# Name -> what differs from WanTransformer3DModel's defaults. `tiny` is for CPUs, the others are Wan 2.1 T2V.
 PRESETS = {
     "tiny": {
         "num_attention_heads": 2,
@@ -32,6 +32,7 @@ PRESETS = {
         "freq_dim": 64,
     },
     "1.3b": {"num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960, "num_layers": 30},
+    "14b": {"num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824, "num_layers": 40},
 }
 
 
@@ -44,17 +45,20 @@ class Source:
     weights: dict[str, Path] = field(default_factory=dict)
 
 
-def preset(name: str, *, channels: int, text_dim: int) -> Source:
-    """Random weights for latents of `channels` and captions of `text_dim`."""
+def preset(name: str, *, channels: int, text_dim: int, layers: int | None = None) -> Source:
+    """Random weights for latents of `channels` and captions of `text_dim`; `layers` overrule the preset's."""
     if name not in PRESETS:
         raise ConfigError(f"preset is {name!r}; allowed: {', '.join(PRESETS)}.")
-    return Source({**PRESETS[name], "in_channels": channels, "out_channels": channels, "text_dim": text_dim})
+    sizes = {"in_channels": channels, "out_channels": channels, "text_dim": text_dim}
+    return Source({**PRESETS[name], **sizes, **({"num_layers": layers} if layers else {})})
 
 
-def pretrained(name_or_dir: str, *, channels: int, text_dim: int) -> Source:
-    """The weights of a diffusers folder, or of a hub repository (its `transformer` subfolder)."""
+def pretrained(name_or_dir: str, *, channels: int, text_dim: int, layers: int | None = None) -> Source:
+    """The weights of a diffusers folder, or of a hub repository (its `transformer` subfolder); of the first
+    `layers` blocks alone, if given."""
     folder = _weights_folder(name_or_dir)
-    config = WanTransformer3DModel.load_config(folder)
+    config = dict(WanTransformer3DModel.load_config(folder))
+    config["num_layers"] = layers or config["num_layers"]
     for key, found in (("in_channels", channels), ("text_dim", text_dim)):
         if config[key] != found:
             raise ConfigError(f"{name_or_dir} has {key} {config[key]}, but the corpus has {found}.")
@@ -99,12 +103,12 @@ def export(model: WanTransformer3DModel, folder: Path) -> None:
     The folder appears complete or not at all. Weights keep the type that training held them in.
     """
     state = {}
-    rank = _rank()
+    writes = rank() == 0
     for name, parameter in model.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter]):
-            if rank == 0:
+            if writes:
                 state[name] = parameter.detach().cpu().clone()
-    if rank == 0:
+    if writes:
         with torch.device("meta"):
             whole = WanTransformer3DModel.from_config(dict(model.config))
         whole.load_state_dict(state, strict=True, assign=True)
@@ -117,7 +121,8 @@ def export(model: WanTransformer3DModel, folder: Path) -> None:
         torch.distributed.barrier()
 
 
-def _rank() -> int:
+def rank() -> int:
+    """Of this process, also where there is one alone."""
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
@@ -140,6 +145,6 @@ def _read_weights(model: WanTransformer3DModel, weights: dict[str, Path], *, sha
             deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if shared else None),
             torch.no_grad(),
         ):
-            if not shared or _rank() == 0:
+            if not shared or rank() == 0:
                 with safe_open(os.fspath(weights[name]), framework="pt") as tensors:
                     parameter.copy_(tensors.get_tensor(name))
