@@ -23,3 +23,7 @@ class PlanError(AdaptiveLoadError):
 
 class CalibrationError(AdaptiveLoadError):
     """A scan or a calibration file cannot be used."""
+
+
+class PatchError(AdaptiveLoadError):
+    """Code cannot be patched, or a patch cannot be taken back."""
