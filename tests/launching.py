@@ -1,4 +1,6 @@
-"""Real `deepspeed` launches on CPU ranks, for tests: own port, time limit, own clean-up, captured logs.
+"""Real `deepspeed` launches, for tests: own port, time limit, own clean-up, captured logs.
+
+Ranks run on the CPU; with AL_TEST_ACCELERATOR=cuda, one a GPU.
 
     with launch(script, "--flag", ranks=2, folder=tmp_path) as run:
         run.wait()                      # raises with every rank's log unless it exits with 0
@@ -35,6 +37,7 @@ import psutil
 LAUNCHED = Path(__file__).parent / "launched"
 SHARED_MEMORY = Path("/dev/shm")
 EXTENSIONS = Path(sys.prefix) / "torch_extensions"
+ACCELERATOR = os.environ.get("AL_TEST_ACCELERATOR", "cpu")
 
 
 def free_port() -> int:
@@ -181,7 +184,7 @@ def launch(
     environment: dict[str, str] | None = None,
     launcher_arguments: tuple[str, ...] = (),
 ) -> Launch:
-    """Starts `deepspeed` on this machine's CPU with one process a rank.
+    """Starts `deepspeed` on this machine with one process a rank.
 
     Args:
         script: the training script.
@@ -199,7 +202,7 @@ def launch(
     scripts = Path(sys.executable).parent
     variables = {
         **os.environ,
-        "DS_ACCELERATOR": "cpu",
+        "DS_ACCELERATOR": ACCELERATOR,
         "OMP_NUM_THREADS": "1",
         "PATH": f"{scripts}{os.pathsep}{os.environ.get('PATH', '')}",
         "PYTHONFAULTHANDLER": "1",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from launched import tiny
-from launching import LAUNCHED, launch
+from launching import ACCELERATOR, LAUNCHED, launch
 
 from al_deepspeed.scheduling.cost import cost_from_dict
 from al_deepspeed.telemetry import read_telemetry
@@ -66,12 +66,15 @@ def test_five_steps_equal_one_process_at_every_stage(exact_run):
     expected, losses = reference_parameters(steps)
     before = dict(tiny.wan_model().named_parameters())
     assert max((expected[name] - before[name]).abs().max() for name in expected) > 1e-3  # it did learn
+    tolerance = 1e-6 if ACCELERATOR == "cpu" else 1e-5  # the reference runs on the CPU
     for stage in STAGES:
         assert ran(exact_run, stage) == ranks
         trained = torch.load(exact_run / f"parameters{stage}.pt")
         assert trained.keys() == expected.keys()
         for name, value in expected.items():
-            torch.testing.assert_close(trained[name], value, rtol=0, atol=1e-6, msg=f"ZeRO-{stage}: {name}")
+            torch.testing.assert_close(
+                trained[name], value, rtol=0, atol=tolerance, msg=f"ZeRO-{stage}: {name}"
+            )
         lines = [json.loads(line) for line in (exact_run / f"stage{stage}/telemetry.jsonl").open()]
         assert [line["loss"] for line in lines] == pytest.approx(losses, abs=1e-5)
 

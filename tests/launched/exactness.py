@@ -10,7 +10,7 @@ from pathlib import Path
 import deepspeed
 import torch
 import torch.distributed as dist
-from tiny import NumberDataset, ds_config, sample_losses, wan_model, write_manifest
+from tiny import NumberDataset, ds_config, sample_losses, start, wan_model, write_manifest
 
 import al_deepspeed
 
@@ -25,10 +25,10 @@ def parameters(engine) -> dict[str, torch.Tensor]:
     with deepspeed.zero.GatheredParameters(
         list(named.values()), enabled=engine.zero_optimization_stage() == 3
     ):
-        return {name: parameter.detach().clone() for name, parameter in named.items()}
+        return {name: parameter.detach().cpu().clone() for name, parameter in named.items()}
 
 
-deepspeed.init_distributed("gloo")
+start(arguments.local_rank)
 rank = dist.get_rank()
 manifest = arguments.out / "manifest.csv"
 if rank == 0:

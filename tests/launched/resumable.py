@@ -10,9 +10,8 @@ import argparse
 import json
 from pathlib import Path
 
-import deepspeed
 import torch.distributed as dist
-from tiny import NumberDataset, Toy, ds_config, sample_losses, write_manifest
+from tiny import NumberDataset, Toy, ds_config, sample_losses, start, write_manifest
 
 import al_deepspeed
 from al_deepspeed.agreement import StopOnSignal
@@ -70,7 +69,7 @@ def train(name: str, num_workers: int, checkpoints: Path | None) -> None:
                 return
 
 
-deepspeed.init_distributed("gloo")
+start(arguments.local_rank)
 if dist.get_rank() == 0 and not (arguments.out / "manifest.csv").exists():
     write_manifest(arguments.out / "manifest.csv")
 dist.barrier()

@@ -77,15 +77,25 @@ class Toy(torch.nn.Module):
         return (self.last(torch.tanh(hidden)).movedim(-1, 1),)
 
 
+def start(local_rank: int) -> None:
+    """The process group of this rank's accelerator: gloo, or NCCL on its own GPU."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().set_device(local_rank)
+    deepspeed.init_distributed(get_accelerator().communication_backend_name())
+
+
 def sample_losses(model: torch.nn.Module, batch: dict) -> torch.Tensor:
     """Mean squared error of each sample, [B]."""
-    prediction = model(
-        hidden_states=batch["noisy"],
-        timestep=batch["timestep"],
-        encoder_hidden_states=batch["text"],
-        return_dict=False,
-    )[0]
-    return (prediction - batch["target"]).square().flatten(1).mean(1)
+    device = getattr(model, "device", "cpu")  # an engine has one
+    noisy, target, timestep, text = (
+        batch[name].to(device) for name in ("noisy", "target", "timestep", "text")
+    )
+    prediction = model(hidden_states=noisy, timestep=timestep, encoder_hidden_states=text, return_dict=False)[
+        0
+    ]
+    return (prediction - target).square().flatten(1).mean(1)
 
 
 def ds_config(
