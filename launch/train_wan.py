@@ -105,7 +105,7 @@ class Trainer:
             self.dataset.epoch = self.loader.epoch
             for batch in self.loader:
                 steps_before = self.engine.global_steps
-                loss = self._micro_step(batch)
+                loss = self.micro_step(batch)
                 if self.engine.global_steps == steps_before:
                     continue
                 self._after_step(batch, loss)
@@ -120,7 +120,8 @@ class Trainer:
         enough_steps = limit is not None and self.engine.global_steps >= limit
         return enough_steps or self.loader.epoch >= self.arguments.epochs
 
-    def _micro_step(self, batch: dict) -> torch.Tensor:
+    def micro_step(self, batch: dict) -> torch.Tensor:
+        """Forward, backward and the engine's step on one planned batch; its mean loss."""
         loss = flow_loss(self.engine, batch, *self.placement).mean()
         self.loader.record_loss(loss)
         self.engine.backward(loss * batch["loss_weight"].to(loss.device))
