@@ -17,6 +17,7 @@ COMMANDS = {
     "index": "a manifest from latent shards, or from a table of sizes",
     "plan": "batch sizes, and how well an epoch would load the ranks",
     "calibrate": "step time and memory against (B, S), and the limits that follow",
+    "patch": "the fused op put into existing model code, and taken out again",
     "report": "what a run did, or several side by side: speed, balance, memory, losses",
     "bench": "the fused op against the copy limit of this device and against its peers",
     "report-env": "DeepSpeed's own report, with the fused op in its table",

@@ -1,0 +1,214 @@
+"""Patching files where they lie: look, show, write, take back.
+
+    examine   what would become of each file; writes nothing
+    diff      that as a unified diff, byte for byte
+    apply     writes all files or none, and keeps a record
+    revert    restores the bytes of the record
+
+`apply` looks again by itself, and refuses when what it finds differs from what `check` or `diff` showed last.
+"""
+
+import ast
+import difflib
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from al_deepspeed.errors import PatchError
+from al_deepspeed.patching import checked
+from al_deepspeed.patching.record import Change, Record, digest, folders_with_records
+from al_deepspeed.patching.rewriter import rewrite
+from al_deepspeed.patching.sites import Left, Site
+from al_deepspeed.patching.tree import Note, Source, find, read, resolver
+
+Select = Callable[[str], bool]
+PATCHED = b"al_deepspeed.patching"  # what every patched file imports
+_LINE = re.compile(rb"[^\n]*\n|[^\n]+")
+
+
+def everything(name: str) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class FileReport:
+    """One file with something to say. `name` is relative to the folder."""
+
+    name: str
+    before: bytes
+    after: bytes
+    sites: tuple[Site, ...]
+    left: tuple[Left, ...]
+    patched: bool
+
+    @property
+    def sha256(self) -> str:
+        return digest(self.before)
+
+
+@dataclass(frozen=True)
+class Examined:
+    """files: those with sites, with something left, or patched already. looked_at: how many were read."""
+
+    folder: Path
+    files: tuple[FileReport, ...]
+    unreadable: tuple[Note, ...]
+    skipped: tuple[Note, ...]
+    looked_at: int
+
+    @property
+    def to_patch(self) -> list[FileReport]:
+        return [file for file in self.files if file.sites]
+
+    def fingerprints(self) -> dict[str, str]:
+        return {file.name: file.sha256 for file in self.to_patch}
+
+
+@dataclass(frozen=True)
+class Applied:
+    """examined: what was found, and written. recovered: files an interrupted command had left patched."""
+
+    examined: Examined
+    recovered: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Reverted:
+    """restored: files whose original bytes are back. idle: file -> why there was nothing to restore."""
+
+    restored: list[str] = field(default_factory=list)
+    idle: dict[str, str] = field(default_factory=dict)
+
+
+def examine(path: Path, select: Select = everything) -> Examined:
+    """What a patch would do to the files under a path.
+
+    Args:
+        path: a Python file or a folder.
+        select: which files to look at, by name relative to the folder.
+    """
+    tree = find(path)
+    names = [name for name in tree.names if select(name)]
+    texts: dict[Path, str | None] = {}
+    files, unreadable = [], []
+    for name in names:
+        source = read(tree.folder, name)
+        found = (
+            _look(source, resolver(source.path, tree.folder, texts)) if isinstance(source, Source) else source
+        )
+        if isinstance(found, Note):
+            unreadable.append(found)
+        elif found.sites or found.left or found.patched:
+            files.append(found)
+    return Examined(tree.folder, tuple(files), tuple(unreadable), tree.skipped, len(names))
+
+
+def interrupted(path: Path) -> Path | None:
+    """The folder whose last apply or revert died midway, if there is one around or under the path."""
+    return next((one for one in folders_with_records(path) if Record(one).interrupted), None)
+
+
+def diff(examined: Examined) -> bytes:
+    """A unified diff of all files, in their own bytes; `patch -p1` in the folder takes it."""
+    lines: list[bytes] = []
+    for file in examined.to_patch:
+        name = file.name.encode()
+        for line in difflib.diff_bytes(
+            difflib.unified_diff,
+            _LINE.findall(file.before),
+            _LINE.findall(file.after),
+            b"a/" + name,
+            b"b/" + name,
+        ):
+            lines.append(line if line.endswith(b"\n") else line + b"\n\\ No newline at end of file\n")
+    return b"".join(lines)
+
+
+def apply(path: Path, target: str | None = None, select: Select = everything) -> Applied:
+    """Patches all files with sites, or none.
+
+    Raises:
+        PatchError: something differs from what was checked, cannot be written, or changed meanwhile.
+    """
+    recovered = [name for folder in folders_with_records(path) for name in _recover(folder)]
+    examined = examine(path, select)
+    _same_as_checked(path, target, examined)
+    if examined.to_patch:
+        around = [one for one in folders_with_records(path) if examined.folder.is_relative_to(one)]
+        record = Record(around[0] if around else examined.folder)
+        prefix = examined.folder.relative_to(record.folder)
+        with record.locked():
+            record.apply(
+                Change((prefix / file.name).as_posix(), file.before, file.after) for file in examined.to_patch
+            )
+    checked.forget(path, target)
+    return Applied(examined, recovered)
+
+
+def revert(path: Path, select: Select = everything) -> Reverted:
+    """Restores the original bytes of every patched file at or under a path.
+
+    Raises:
+        PatchError: a file was edited since it was patched, or cannot be written; then nothing has changed.
+    """
+    if not path.exists():
+        raise PatchError(f"{path} does not exist. Give the file or folder that was patched.")
+    path = path.resolve()
+    folder = path if path.is_dir() else path.parent
+    restored, idle = [], {}
+    for one in folders_with_records(path):
+        record = Record(one)
+
+        def wanted(name: str, one: Path = one) -> bool:
+            file = one / name
+            return file.is_relative_to(path) and select(file.relative_to(folder).as_posix())
+
+        restored += _recover(one)
+        if record.entries():
+            with record.locked():
+                names, reasons = record.revert(wanted)
+            restored += [str(one / name) for name in names]
+            idle |= {str(one / name): reason for name, reason in reasons.items()}
+    return Reverted(restored, idle)
+
+
+def _recover(folder: Path) -> list[str]:
+    record = Record(folder)
+    if not record.interrupted:
+        return []
+    with record.locked():
+        return [str(folder / name) for name in record.recover()]
+
+
+def _same_as_checked(path: Path, target: str | None, examined: Examined) -> None:
+    known, found = checked.recall(path, target), examined.fingerprints()
+    if known is None or known == found:
+        return
+    names = sorted(name for name in known.keys() | found.keys() if known.get(name) != found.get(name))
+    raise PatchError(
+        f"{', '.join(str(examined.folder / name) for name in names)}: not as when it was checked; nothing "
+        "was changed. Check again, then apply."
+    )
+
+
+def _look(source: Source, resolve: Callable[[str], str | None]) -> FileReport | Note:
+    patched = PATCHED in source.data
+    try:
+        _parse(source.text)
+        rewritten = rewrite(source.text, file=source.name, resolve=resolve)
+    except SyntaxError as error:
+        return Note(source.name, f"line {error.lineno}: {error.msg}")
+    except (ValueError, RecursionError) as error:  # null bytes; nested beyond reason
+        return Note(source.name, f"not parsed: {error}")
+    if not rewritten.sites:
+        return FileReport(source.name, source.data, source.data, (), rewritten.left, patched)
+    after = rewritten.source.encode(source.encoding)
+    return FileReport(source.name, source.data, after, rewritten.sites, rewritten.left, patched)
+
+
+def _parse(text: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        ast.parse(text)
