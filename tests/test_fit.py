@@ -110,26 +110,41 @@ def test_an_unknown_form_is_refused(fits):
 
 def test_memory_is_the_higher_of_the_optimizer_step_and_a_line():
     load = np.array([1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5])
-    memory = fit_memory(load, np.maximum(8.0, 5.0 + 1e-4 * load))
+    memory = fit_memory(np.ones(7), load, np.maximum(8.0, 5.0 + 1e-4 * load))
     assert memory.optimizer_gb == pytest.approx(8.0)
     assert memory.lines == (pytest.approx((5.0, 1e-4)),)
-    assert memory.largest_tokens(25.0) in (199_999, 200_000)  # 5 + 1e-4 * 200,000
-    assert memory.largest_tokens(7.9) == 0  # the optimizer step alone is above
+    assert memory.largest_tokens(25.0, 256) in (199_999, 200_000)  # 5 + 1e-4 * 200,000
+    assert memory.largest_tokens(7.9, 256) == 0  # the optimizer step alone is above
     np.testing.assert_allclose(memory.peak_gb([1, 2], [1000, 50_000]), [8.0, 15.0])
 
 
 def test_a_measured_optimizer_step_is_taken_as_it_is():
     load = np.array([1e3, 2e3, 5e3, 1e4])
     passes = 5.0 + 1e-4 * load
-    memory = fit_memory(load, np.full(4, 12.0), passes)  # every pass hides below the optimizer step
+    memory = fit_memory(
+        np.ones(4), load, np.full(4, 12.0), passes
+    )  # every pass hides below the optimizer step
     assert memory.optimizer_gb == 12.0
 
 
 def test_memory_of_the_measured_scan_is_predicted_where_held_out(scan):
-    memory = fit_memory(scan.batch_size * scan.tokens, scan.peak_gb)
+    """What 64 samples' captions take is seen beside one long clip of as many tokens: 4.4 MB each."""
+    memory = fit_memory(scan.batch_size, scan.tokens, scan.peak_gb)
     held_out = np.array(memory.held_out)
-    assert np.median(held_out) <= 0.03
-    assert held_out[scan.batch_size * scan.tokens >= 30_000].max() <= 0.03
+    assert np.median(held_out) <= 0.005
+    assert held_out[scan.batch_size * scan.tokens >= 30_000].max() <= 0.005
+    assert memory.per_sample_gb == pytest.approx(4.4e-3, rel=0.05)
+
+
+def test_memory_a_sample_counts_most_where_samples_are_short():
+    """4 GB, 1 MB a token, 64 MB a sample: of 20 GB, 12,800 tokens in samples
+    of 256 and 15,609 in samples of 2,560."""
+    batch, tokens = (side.ravel() for side in np.meshgrid([1.0, 2.0, 4.0, 8.0], [256.0, 1024.0, 2560.0]))
+    memory = fit_memory(batch, tokens, 4 + 1e-3 * batch * tokens + 0.064 * batch)
+    assert memory.per_sample_gb == pytest.approx(0.064, rel=1e-3)
+    np.testing.assert_allclose(memory.peak_gb(3, 512), 4 + 1.536 + 0.192, rtol=1e-4)
+    assert memory.largest_tokens(20.0, 256) == pytest.approx(12_800, abs=20)
+    assert memory.largest_tokens(20.0, 2560) == pytest.approx(15_609, abs=20)
 
 
 @pytest.mark.parametrize("budget", [50.0, 60.0, 61.0, 75.0, 200.0, 5000.0])

@@ -41,13 +41,14 @@ def calibrate(
     fits = fit_all(data.batch_size, data.tokens, data.ms)
     chosen = choose(fits, form)
     paper = next(fit for fit in fits if fit.variant == PAPER)
-    load = data.batch_size * data.tokens
-    memory = fit_memory(load, data.peak_gb, data.pass_gb)
-    reserved = fit_memory(load, data.reserved_gb)
+    memory = fit_memory(data.batch_size, data.tokens, data.peak_gb, data.pass_gb)
+    reserved = fit_memory(data.batch_size, data.tokens, data.reserved_gb)
+    shortest = int(data.tokens.min())
     spreads = [point.spread for point in points if len(point.rank_ms) > 1]
     return Calibration(
         cost=chosen.cost,
-        max_tokens=max_tokens or largest_tokens(reserved or memory, setting.capacity_gb, memory_fraction),
+        max_tokens=max_tokens
+        or largest_tokens(reserved or memory, setting.capacity_gb, memory_fraction, shortest),
         max_cost=None,
         exponent=paper.cost.exponent,
         paper=paper.cost,
@@ -61,11 +62,13 @@ def calibrate(
     )
 
 
-def largest_tokens(memory: MemoryFit | None, capacity_gb: float | None, fraction: float) -> int | None:
-    """M_mem; None when the memory was not measured or the capacity is unknown."""
+def largest_tokens(
+    memory: MemoryFit | None, capacity_gb: float | None, fraction: float, shortest: int
+) -> int | None:
+    """M_mem for samples of `shortest` tokens or more; None when memory or capacity are unknown."""
     if memory is None or capacity_gb is None:
         return None
-    tokens = memory.largest_tokens(fraction * capacity_gb)
+    tokens = memory.largest_tokens(fraction * capacity_gb, shortest)
     if tokens < 1:
         raise CalibrationError(
             f"the predicted peak without any sample is {float(memory.peak_gb(0, 0)):.2f} GB, above "
