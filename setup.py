@@ -39,14 +39,20 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=[*find_packages(include=["al_deepspeed", "al_deepspeed.*"]), "al_deepspeed.csrc"],
-    package_dir={"al_deepspeed.csrc": "csrc"},  # an installed package can compile its kernels too
-    package_data={"al_deepspeed.csrc": ["*.cu", "*.cuh", "*.h", "*.cpp"]},
+    packages=[
+        *find_packages(include=["al_deepspeed", "al_deepspeed.*"]),
+        "al_deepspeed.csrc",  # an installed package can compile its kernels too
+        "al_deepspeed.patches",
+    ],
+    package_dir={"al_deepspeed.csrc": "csrc", "al_deepspeed.patches": "patches"},
+    package_data={"al_deepspeed.csrc": ["*.cu", "*.cuh", "*.h", "*.cpp"], "al_deepspeed.patches": ["*.toml"]},
     install_requires=[
         "torch>=2.6",
         "deepspeed>=0.19.8",
         "numpy>=1.26",
         "pydantic>=2",
+        "libcst>=1.5",
+        'tomli>=2; python_version < "3.11"',
         "pyarrow>=15",
         "webdataset>=0.2.100",
         "av>=12",

@@ -1,4 +1,4 @@
-"""What a wheel holds: an installed package must be able to compile its kernels."""
+"""What a wheel holds: an installed package must be able to compile its kernels and know its recipes."""
 
 import subprocess
 import sys
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from al_deepspeed.ops import builder
+from al_deepspeed.patching import recipes
 
 ROOT = Path(__file__).parents[1]
 
@@ -17,7 +18,7 @@ def wheel(tmp_path_factory):
     """Built from a copy of what git tracks, so that the checkout stays clean."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
-    for relative in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "al_deepspeed", "csrc"):
+    for relative in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "al_deepspeed", "csrc", "patches"):
         files = [ROOT / relative] if (ROOT / relative).is_file() else (ROOT / relative).rglob("*.*")
         for path in files:
             if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".so":
@@ -56,3 +57,14 @@ def test_an_installed_package_finds_its_sources(wheel, tmp_path, monkeypatch):
     sources = [Path(source) for source in builder.FusedAdaLNBuilder().sources()]
     assert tmp_path / "al_deepspeed" / "csrc" / "binding.cpp" in sources
     assert {source.parent for source in sources} == {tmp_path / "al_deepspeed" / "csrc"}
+
+
+def test_the_recipes_are_in_the_wheel(wheel, tmp_path, monkeypatch):
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    monkeypatch.setattr(recipes, "__file__", str(tmp_path / "al_deepspeed" / "patching" / "recipes.py"))
+    assert recipes.recipe_folder() == tmp_path / "al_deepspeed" / "patches"
+    assert {path.name for path in recipes.recipe_folder().glob("*")} >= {
+        path.name for path in (ROOT / "patches").glob("*.toml")
+    }
+    assert recipes.load_recipes() == recipes.load_recipes(ROOT / "patches")
