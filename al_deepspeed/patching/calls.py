@@ -1,0 +1,195 @@
+"""The call that a candidate becomes, built at a given statement, and with `observe` what it replaces beside it."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from al_deepspeed.patching.candidates import Candidate
+from al_deepspeed.patching.patterns import Operand
+from al_deepspeed.patching.rendering import Renderer, bare
+from al_deepspeed.patching.values import (
+    Cast,
+    DType,
+    Inlined,
+    Normed,
+    OnePlus,
+    Product,
+    Read,
+    Sum,
+    Value,
+    canonical,
+    has_effects,
+    meaning,
+    same,
+)
+
+RUNTIME = "_al_adaln"
+COMPACT = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+
+
+def operands(candidate: Candidate) -> list[tuple[str, Operand | None]]:
+    """Names and values of the op's tensors, in the order of its signature."""
+    found: list[tuple[str, Operand | None]] = []
+    modulated, residual = candidate.modulated, candidate.residual
+    if residual is not None:
+        gate = None if residual.gate is None else Operand(residual.gate)
+        found += [
+            ("residual", Operand(residual.residual)),
+            ("branch", Operand(residual.branch)),
+            ("gate", gate),
+        ]
+    else:
+        found += [("x", Operand(modulated.x))]
+    if modulated is not None:
+        found += [("shift", modulated.shift), ("scale", modulated.scale)]
+        found = [(name, _without_expand(operand, candidate)) for name, operand in found]
+    while found[-1][1] is None:
+        found.pop()
+    return found
+
+
+def _without_expand(operand: Operand | None, candidate: Candidate) -> Operand | None:
+    """`scale.expand_as(x)` says no more than broadcasting does."""
+    if operand is None or operand.inside is not None:
+        return operand
+    value = meaning(operand.value)
+    x = candidate.modulated.x
+    if getattr(value, "method", "") == "expand_as" and len(value.others) == 1 and same(value.others[0], x):
+        return Operand(value.base)
+    return operand
+
+
+def build_call(candidate: Candidate, renderer: Renderer, site: str | None) -> cst.Call:
+    """The call; `site` is given when the original is to stand beside it."""
+    arguments: list[cst.Arg] = []
+    if candidate.modulated is not None:
+        arguments.append(cst.Arg(_norm(candidate, renderer)))
+    given = operands(candidate)
+    in_order = _in_source_order(given)
+    for name, operand in in_order:
+        node = bare(renderer.operand(operand))
+        keyword = None if in_order == given else cst.Name(name)
+        arguments.append(cst.Arg(node, keyword=keyword, equal=COMPACT) if keyword else cst.Arg(node))
+    for name, dtype in dtypes(candidate):
+        arguments.append(cst.Arg(_dtype(dtype, candidate, renderer), keyword=cst.Name(name), equal=COMPACT))
+    if site is not None:
+        arguments.append(cst.Arg(cst.SimpleString(repr(site)), keyword=cst.Name("site"), equal=COMPACT))
+        original = cst.parse_expression(Original(candidate, renderer).text())
+        arguments.append(cst.Arg(original, keyword=cst.Name("original"), equal=COMPACT))
+    return cst.Call(cst.Attribute(cst.Name(RUNTIME), cst.Name(candidate.kind)), arguments)
+
+
+def _in_source_order(given: list) -> list:
+    """As in the signature, unless two operands have effects and stand the other way round in the source."""
+    effects = [pair for pair in given if pair[1] is not None and has_effects(pair[1].value)]
+    if len(effects) < 2:
+        return given
+    reads = {id(pair[1].value): index for index, pair in enumerate(effects)}
+    frame = effects[0][1].value.frame
+    order = {id(value): index for index, value in enumerate(frame.values.values())}
+    by_source = sorted(effects, key=lambda pair: order.get(id(pair[1].value), 0))
+    if [reads[id(pair[1].value)] for pair in by_source] == list(range(len(effects))):
+        return given
+    rest = [pair for pair in given if pair not in effects and pair[1] is not None]
+    return rest + by_source
+
+
+def dtypes(candidate: Candidate) -> list[tuple[str, DType]]:
+    found = []
+    if candidate.residual is not None and candidate.residual.dtype is not None:
+        found.append(("residual_dtype", candidate.residual.dtype))
+    modulated = candidate.modulated
+    if modulated is not None:
+        for name in ("out_dtype", "norm_dtype", "in_dtype"):  # each makes the following ones irrelevant
+            dtype = getattr(modulated, name)
+            if dtype is not None:
+                found.append((name, dtype))
+                break
+    return found
+
+
+def reads_new_residual(value: Value, candidate: Candidate) -> bool:
+    return (
+        candidate.sum_definition is not None
+        and isinstance(value, Read)
+        and canonical(value.definition) is candidate.sum_definition
+    )
+
+
+def _dtype(dtype: DType, candidate: Candidate, renderer: Renderer) -> cst.BaseExpression:
+    if dtype.kind == "name":
+        return cst.SimpleString(f'"{dtype.text}"')
+    if dtype.kind == "expression":
+        return renderer.value(dtype.value)
+    if reads_new_residual(dtype.value, candidate):
+        return cst.SimpleString('"residual"')
+    return cst.Attribute(renderer.value(dtype.value), cst.Name("dtype"))
+
+
+def _norm(candidate: Candidate, renderer: Renderer) -> cst.BaseExpression:
+    normed = candidate.modulated.norm
+    if normed.norm is not None:
+        return renderer.value(normed.norm)
+    call = normed.node  # F.layer_norm(x, shape, weight, bias, eps)
+    arguments = [a.with_changes(value=renderer.value(normed.frame.values[a.value])) for a in call.args[1:]]
+    return cst.Call(cst.Attribute(cst.Name(RUNTIME), cst.Name("LayerNormCall")), arguments)
+
+
+class Original:
+    """The replaced expression as a function of the op's operands, written from the values it was read as."""
+
+    def __init__(self, candidate: Candidate, renderer: Renderer) -> None:
+        self.candidate, self.renderer = candidate, renderer
+        self.names = [(name, operand) for name, operand in operands(candidate)]
+
+    def text(self) -> str:
+        names = (["norm"] if self.candidate.modulated is not None else []) + [name for name, _ in self.names]
+        head = f"lambda {', '.join(names)}: "
+        if self.candidate.residual is None or self.candidate.modulated is None:
+            return head + self._of(self.candidate.value)
+        candidate = self.candidate
+        definition = candidate.sum_definition
+        source = candidate.modulated.x if definition is None else definition.value
+        total = self._of(source)
+        self.names.append(("x", Operand(candidate.modulated.x)))
+        return f"{head}{RUNTIME}.then({total}, lambda x: {self._of(candidate.value)})"
+
+    def _of(self, value: Value) -> str:
+        for name, operand in reversed(self.names):
+            if operand is not None and self._is_operand(value, operand):
+                return name if operand.inside is None else f"(1 + {name})"
+        if isinstance(value, Inlined):
+            return self._of(value.result)
+        if isinstance(value, Read) and value.definition.value is not None and self._absorbed(value):
+            return self._of(value.definition.value)
+        if isinstance(value, Sum):
+            return f"({self._of(value.left)} + {self._of(value.right)})"
+        if isinstance(value, Product):
+            return f"({self._of(value.left)} * {self._of(value.right)})"
+        if isinstance(value, OnePlus):
+            return f"(1 + {self._of(value.base)})"
+        if isinstance(value, Normed):
+            return f"norm({self._of(value.x)})"
+        if isinstance(value, Cast):
+            return f"{RUNTIME}.cast({self._of(value.base)}, {self._dtype(value.dtype)})"
+        return self._code(self.renderer.value(value))
+
+    def _is_operand(self, value: Value, operand: Operand) -> bool:
+        return (
+            value is operand.value or meaning(value) is meaning(operand.value) or same(value, operand.value)
+        )
+
+    def _absorbed(self, value: Read) -> bool:
+        return value.frame.caller is not None or any(
+            definition is value.definition for definition, _ in self.candidate.absorbed
+        )
+
+    def _dtype(self, dtype: DType) -> str:
+        if dtype.kind == "name":
+            return f'"{dtype.text}"'
+        if dtype.kind == "expression":
+            return self._code(self.renderer.value(dtype.value))
+        return f"{self._of(dtype.value)}.dtype"
+
+    def _code(self, node: cst.BaseExpression) -> str:
+        return cst.Module([]).code_for_node(node)

@@ -1,0 +1,284 @@
+"""The expressions of one function that could become calls of the op, and why a sum counts as a gated residual.
+
+`a + b * c` is written for many things: guidance, noise, rotations, layer scale. It is taken for a gated residual
+only with evidence: a gate that is called one or comes from where this function's shifts and scales come from, a
+branch that is a module's output computed from the residual, or a norm that reads the sum next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import libcst as cst
+
+from al_deepspeed.patching.flow import Frame
+from al_deepspeed.patching.patterns import (
+    Modulated,
+    NoMatch,
+    Residual,
+    is_item,
+    match_modulated,
+    match_norm,
+    match_sum,
+    origin,
+    strip_names,
+)
+from al_deepspeed.patching.values import (
+    Attribute,
+    Cast,
+    Definition,
+    Global,
+    Inlined,
+    Opaque,
+    Place,
+    Read,
+    Scalar,
+    Sum,
+    Value,
+    View,
+    canonical,
+    depends_on,
+    meaning,
+    same,
+    walk,
+)
+
+
+@dataclass(eq=False)
+class Candidate:
+    """kind: as in Site. root: the expression that the call replaces (y, or the sum).
+
+    sum_definition: for residual_adaln, the name that the sum was bound to, in `sum_place`; None when the sum is
+    part of the norm's own expression.
+    """
+
+    kind: str
+    place: Place
+    root: cst.BaseExpression
+    value: Value
+    modulated: Modulated | None = None
+    residual: Residual | None = None
+    sum_definition: Definition | None = None
+    refused: str = ""
+    sum_root: cst.BaseExpression | None = None
+
+    @property
+    def absorbed(self) -> list[tuple[Definition, cst.Name]]:
+        found = [] if self.modulated is None else list(self.modulated.trail.absorbed)
+        return found + ([] if self.residual is None else self.residual.trail.absorbed)
+
+
+@dataclass
+class Found:
+    candidates: list[Candidate] = field(default_factory=list)
+    near_misses: list[tuple[cst.BaseExpression, str]] = field(default_factory=list)
+
+
+def find_candidates(frame: Frame) -> Found:
+    found = Found()
+    for place, root in frame.roots:
+        _visit(frame, place, root, found, set())
+    _drop_superseded(found)
+    _join_residuals(frame, found)
+    _keep_gated(frame, found)
+    return found
+
+
+def _visit(frame: Frame, place: Place, node: cst.CSTNode, found: Found, part_of: set) -> None:
+    """Outermost expressions first; what belongs to a match is not matched again."""
+    value = frame.values.get(node) if isinstance(node, cst.BaseExpression) else None
+    if value is not None and node not in part_of:
+        candidate = _match(place, node, value, found)
+        if candidate is not None:
+            found.candidates.append(candidate)
+            for match in (candidate.modulated, candidate.residual):
+                part_of = part_of if match is None else part_of | match.trail.nodes
+    for child in node.children:
+        _visit(frame, place, child, found, part_of)
+
+
+def _match(place: Place, node, value: Value, found: Found) -> Candidate | None:
+    if isinstance(value, Read):
+        return None
+    try:
+        modulated = match_modulated(value)
+    except NoMatch as reason:
+        found.near_misses.append((node, str(reason)))
+        return None
+    if modulated is not None:
+        return Candidate("adaln", place, node, value, modulated)
+    norm = match_norm(value)
+    if norm is not None:
+        return Candidate("norm", place, node, value, norm)
+    residual = match_sum(value)
+    return None if residual is None else Candidate("sum", place, node, value, None, residual)
+
+
+def _drop_superseded(found: Found) -> None:
+    """A match that is an intermediate step of a later one: `n = norm(x) * (1 + scale)`, then `n + shift`."""
+    inner = {id(strip_names(Read_value)) for c in found.candidates if c.modulated for Read_value in _steps(c)}
+    found.candidates = [c for c in found.candidates if id(c.value) not in inner or c.kind == "sum"]
+
+
+def _steps(candidate: Candidate) -> list[Value]:
+    return [definition.value for definition, _ in candidate.absorbed if definition.value is not None]
+
+
+# Residual sums and the norms that read them ---------------------------------------------------------------
+
+
+def _join_residuals(frame: Frame, found: Found) -> None:
+    joined: list[Sum] = []
+    for candidate in found.candidates:
+        if candidate.modulated is None:
+            continue
+        definition, residual = _sum_read_by(candidate.modulated)
+        if residual is None or any(residual.sum is other for other in joined):
+            continue
+        if definition is not None and definition.place.block != candidate.place.block:
+            continue
+        if not _orient(residual):
+            continue
+        joined.append(residual.sum)
+        candidate.kind, candidate.residual, candidate.sum_definition = "residual_adaln", residual, definition
+        candidate.sum_root = residual_root(found, residual)
+    found.candidates = [c for c in found.candidates if c.kind != "norm"]
+
+
+def residual_root(found: Found, residual: Residual) -> cst.BaseExpression | None:
+    for candidate in found.candidates:
+        if candidate.kind == "sum" and candidate.residual.sum is residual.sum:
+            return candidate.root
+    return None
+
+
+def _sum_read_by(modulated: Modulated) -> tuple[Definition | None, Residual | None]:
+    """The residual sum that the norm reads: through the name it is bound to, or in place."""
+    x = modulated.x
+    if isinstance(x, Read) and x.frame.caller is None:
+        definition = canonical(x.definition)
+        if definition.value is None or definition is not x.definition:
+            return None, None
+        return definition, match_sum(definition.value)
+    return None, match_sum(x)
+
+
+def _orient(residual: Residual) -> bool:
+    """Decides which term is what; False when the sum is no residual connection."""
+    if residual.gate is not None:
+        _order_gate(residual)
+        return True
+    left, right = residual.residual, residual.branch
+    for stream, branch in ((left, right), (right, left)):
+        if is_module_output(branch) and depends_on(branch, stream):
+            residual.residual, residual.branch = stream, branch
+            return True
+    for stream, branch in ((left, right), (right, left)):
+        if "residual" in name_of(stream) and not isinstance(meaning(branch), Scalar):
+            residual.residual, residual.branch = stream, branch
+            return True
+    return False
+
+
+# Gates ----------------------------------------------------------------------------------------------------
+
+
+def _keep_gated(frame: Frame, found: Found) -> None:
+    """Sums with evidence of a gate stay as gated_residual; sums that a norm's call makes are part of that."""
+    made = [c.residual.sum for c in found.candidates if c.kind == "residual_adaln"]
+    origins = [
+        origin(operand.value)
+        for c in found.candidates
+        if c.modulated is not None
+        for operand in (c.modulated.scale, c.modulated.shift)
+        if operand is not None
+    ]
+    kept = []
+    for candidate in found.candidates:
+        if candidate.kind != "sum":
+            kept.append(candidate)
+            continue
+        residual = candidate.residual
+        if any(residual.sum is other for other in made) or residual.sum.frame is not frame:
+            continue  # part of a norm's call, or a helper's own site
+        if residual.gate is None or not is_gated(residual, origins):
+            continue
+        candidate.kind = "gated_residual"
+        kept.append(candidate)
+    found.candidates = kept
+
+
+def is_gated(residual: Residual, origins: list[Value]) -> bool:
+    one, other = residual.branch, residual.gate
+    if any(isinstance(meaning(term), Scalar) for term in (one, other, residual.residual)):
+        return False
+    for gate, branch in ((other, one), (one, other)):
+        if "gate" in name_of(gate) and "gate" not in name_of(branch):
+            residual.gate, residual.branch = gate, branch
+            return True
+    for gate, branch in ((other, one), (one, other)):
+        source = origin(gate)
+        if is_item(gate) and any(same(source, known) for known in origins):
+            residual.gate, residual.branch = gate, branch
+            return True
+    for gate, branch in ((other, one), (one, other)):
+        stream = residual.residual
+        if is_item(gate) and is_module_output(branch) and depends_on(branch, stream):
+            residual.gate, residual.branch = gate, branch
+            return True
+    return False
+
+
+def _order_gate(residual: Residual) -> None:
+    """Which factor is the gate; where nothing tells, as written (the op may take them either way round)."""
+    if is_gated(residual, []):
+        return
+    if is_item(residual.branch) or is_module_output(residual.gate):
+        residual.gate, residual.branch = residual.branch, residual.gate
+
+
+def name_of(value: Value) -> str:
+    """The names by which a value is called, below views and casts."""
+    names = []
+    while True:
+        if isinstance(value, Read):
+            names.append(value.definition.name)
+            if value.definition.value is None:
+                break
+            value = value.definition.value
+        elif isinstance(value, Inlined):
+            value = value.result
+        elif isinstance(value, View | Cast):
+            value = value.base
+        elif isinstance(value, Attribute):
+            names.append(value.name)
+            break
+        elif isinstance(value, Global):
+            names.append(value.name)
+            break
+        else:
+            break
+    return " ".join(names).lower()
+
+
+def is_module_output(value: Value) -> bool:
+    """The result of calling a module or an unknown function, or one of its results, below views and casts."""
+    for _ in range(50):
+        value = origin(value)
+        if not (isinstance(value, Opaque) and value.called):
+            return False
+        callee = value.inner[0] if value.inner else None
+        if isinstance(callee, Attribute) and isinstance(callee.base, Read):
+            base = callee.base.definition  # a method of a tensor, unless the object is self
+            return base.parameter and base.name == _self_name(value.frame)
+        return True
+    return False
+
+
+def _self_name(frame: Frame) -> str | None:
+    parameters = frame.function.node.params.params
+    return parameters[0].name.value if parameters and frame.owner is not None else None
+
+
+def reads_sum(value: Value, definition: Definition) -> bool:
+    return any(isinstance(part, Read) and part.definition is definition for part in walk(value))

@@ -1,0 +1,422 @@
+"""Expressions become values: arithmetic in its forms, casts, views, norms, helpers seen through.
+
+What is not understood becomes Opaque, with what was evaluated inside it, so that nothing is ever assumed about
+it. A call that may do anything (a module, an unknown function) counts as having effects.
+"""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from al_deepspeed.patching.flow import Frame
+from al_deepspeed.patching.helpers import see_through
+from al_deepspeed.patching.names import Class, Function, Library
+from al_deepspeed.patching.norms import Norms, is_role
+from al_deepspeed.patching.values import (
+    Attribute,
+    Cast,
+    Definition,
+    DType,
+    Global,
+    Normed,
+    OnePlus,
+    Opaque,
+    Product,
+    Read,
+    Scalar,
+    Sum,
+    Value,
+    View,
+    meaning,
+)
+
+CASTS = {"float": "float32", "half": "float16", "bfloat16": "bfloat16"}
+DTYPES = frozenset("float32 float float16 half bfloat16".split())
+ARITHMETIC = {"add": Sum, "mul": Product, "multiply": Product}
+VIEWS = frozenset(
+    "unsqueeze squeeze view reshape expand expand_as chunk split unbind transpose permute contiguous flatten "
+    "unflatten narrow select movedim size dim numel tanh sigmoid clone detach repeat clamp clip".split()
+)
+RANDOM = frozenset("rand randn rand_like randn_like randint normal bernoulli dropout multinomial".split())
+
+
+class Evaluator:
+    """Shared by all functions of one rewrite."""
+
+    def __init__(self, library: Library, norms: Norms) -> None:
+        self.library, self.norms = library, norms
+        self.depth = 0  # of helpers seen through
+
+    # Entry points of flow.py ----------------------------------------------------------------------------
+
+    def evaluate(self, frame: Frame, node: cst.CSTNode) -> Value:
+        method = getattr(self, f"_{type(node).__name__}", None)
+        value = method(frame, node) if method is not None else self._other(frame, node)
+        frame.values[node] = value
+        return value
+
+    def children(self, frame: Frame, node: cst.CSTNode) -> tuple[Value, ...]:
+        """Evaluates the expressions directly below a node."""
+        found = []
+        for child in node.children:
+            if isinstance(child, cst.BaseExpression):
+                found.append(self.evaluate(frame, child))
+            else:
+                found += self.children(frame, child)
+        return tuple(found)
+
+    def augmented(self, frame: Frame, node: cst.AugAssign, before: Value, value: Value) -> Value:
+        if isinstance(node.operator, cst.AddAssign):
+            return Sum(node.value, frame, frame.place, before, value, in_place=True)
+        return Opaque(node.value, frame, frame.place, (before, value))
+
+    def is_number(self, value: Value) -> bool:
+        value = meaning(value)
+        if isinstance(value, Sum):
+            return self.is_number(value.left) and self.is_number(value.right)
+        return isinstance(value, Scalar)
+
+    def names_in(self, node: cst.CSTNode) -> set[str]:
+        return {name.value for name in _collect(node, cst.Name)}
+
+    def names_bound_in(self, node: cst.CSTNode) -> set[str]:
+        """Names that a statement binds, nested functions left out."""
+        bound: set[str] = set()
+
+        class Collect(cst.CSTVisitor):
+            def visit_FunctionDef(self, inner):
+                bound.add(inner.name.value)
+                return False
+
+            def visit_ClassDef(self, inner):
+                bound.add(inner.name.value)
+                return False
+
+            def visit_Lambda(self, inner):
+                return False
+
+            def visit_AssignTarget(self, inner):
+                bound.update(_target_names(inner.target))
+
+            def visit_AnnAssign(self, inner):
+                bound.update(_target_names(inner.target))
+
+            def visit_AugAssign(self, inner):
+                bound.update(_target_names(inner.target))
+
+            def visit_For(self, inner):
+                bound.update(_target_names(inner.target))
+
+            def visit_AsName(self, inner):
+                bound.update(_target_names(inner.name))
+
+            def visit_NamedExpr(self, inner):
+                bound.update(_target_names(inner.target))
+
+            def visit_MatchAs(self, inner):
+                if inner.name is not None:
+                    bound.add(inner.name.value)
+
+            def visit_MatchStar(self, inner):
+                if inner.name is not None:
+                    bound.add(inner.name.value)
+
+        node.visit(Collect())
+        return bound
+
+    # Expressions ----------------------------------------------------------------------------------------
+
+    def _Name(self, frame: Frame, node: cst.Name) -> Value:
+        definition = frame.names.get(node.value)
+        if definition is None:
+            return Global(node, frame, frame.place, node.value)
+        frame.reads[node] = definition
+        frame.paths[node] = tuple(frame.stack)
+        definition.reads.append(node)
+        for source in definition.sources:
+            source.read_elsewhere()
+        return Read(node, frame, frame.place, definition)
+
+    def _Integer(self, frame: Frame, node) -> Value:
+        return Scalar(node, frame, frame.place, float(node.evaluated_value))
+
+    _Float = _Integer
+
+    def _Attribute(self, frame: Frame, node: cst.Attribute) -> Value:
+        return Attribute(node, frame, frame.place, self.evaluate(frame, node.value), node.attr.value)
+
+    def _Subscript(self, frame: Frame, node: cst.Subscript) -> Value:
+        base = self.evaluate(frame, node.value)
+        others = tuple(value for element in node.slice for value in self.children(frame, element))
+        return View(node, frame, frame.place, base, others)
+
+    def _BinaryOperation(self, frame: Frame, node: cst.BinaryOperation) -> Value:
+        left, right = self.evaluate(frame, node.left), self.evaluate(frame, node.right)
+        if isinstance(node.operator, cst.Add):
+            return self._sum(frame, node, left, right)
+        if isinstance(node.operator, cst.Multiply):
+            return Product(node, frame, frame.place, left, right)
+        return Opaque(node, frame, frame.place, (left, right))
+
+    def _sum(self, frame: Frame, node, left: Value, right: Value) -> Value:
+        for one, other in ((left, right), (right, left)):
+            if isinstance(one, Scalar) and one.number == 1 and not isinstance(other, Scalar):
+                return OnePlus(node, frame, frame.place, other)
+        return Sum(node, frame, frame.place, left, right)
+
+    def _NamedExpr(self, frame: Frame, node: cst.NamedExpr) -> Value:
+        value = self.evaluate(frame, node.value)
+        frame.bind_target(node.target, None)
+        return Opaque(node, frame, frame.place, (value,), pure=False)
+
+    def _other(self, frame: Frame, node: cst.CSTNode) -> Value:
+        if isinstance(node, cst.Lambda | cst.BaseComp):
+            names = self.names_in(node)
+            frame.held_back |= names
+            inner = tuple(
+                Read(node, frame, frame.place, frame.names[name]) for name in names if name in frame.names
+            )
+            return Opaque(node, frame, frame.place, inner, pure=False)
+        inner = self.children(frame, node)
+        effects = isinstance(node, cst.Await | cst.Yield)
+        return Opaque(node, frame, frame.place, inner, pure=not effects)
+
+    # Calls ----------------------------------------------------------------------------------------------
+
+    def _Call(self, frame: Frame, node: cst.Call) -> Value:
+        callee = self.evaluate(frame, node.func)
+        arguments = [
+            (a.keyword.value if a.keyword else a.star, self.evaluate(frame, a.value)) for a in node.args
+        ]
+        given = tuple(value for _, value in arguments)
+        positional = [value for name, value in arguments if name == ""]
+        found = None
+        if len(positional) == len(arguments) or isinstance(callee, Attribute | Global):
+            found = self._known_call(frame, node, callee, arguments, positional)
+        if found is None and self.is_norm(callee):
+            if len(given) == 1 and not node.args[0].star:
+                return Normed(node, frame, frame.place, callee, given[0])
+        if found is None:
+            found = self._helper(frame, node, callee, arguments)
+        if found is None:
+            if not (isinstance(callee, Global | Attribute) and self._is_harmless(frame, node)):
+                receiver = (callee.base,) if isinstance(callee, Attribute) else ()
+                frame.record("call", (*given, *receiver))
+                return Opaque(node, frame, frame.place, (callee, *given), pure=False, called=True)
+            found = Opaque(node, frame, frame.place, (callee, *given))
+        return found
+
+    def _known_call(self, frame: Frame, node: cst.Call, callee, arguments, positional) -> Value | None:
+        """Arithmetic, casts, views and F.layer_norm, as functions of torch or methods of a tensor."""
+        name = frame.module.qualified(node.func) if not self._is_local(callee) else None
+        keywords = {key: value for key, value in arguments if key}
+        if name is not None and name.startswith("torch."):
+            last = name.rpartition(".")[2]
+            if last == "layer_norm" and positional:
+                others = tuple(value for _, value in arguments[1:])
+                return Normed(node, frame, frame.place, None, positional[0], others)
+            if name.count(".") == 1 and positional:
+                return self._arithmetic(frame, node, last, positional, keywords)
+            return None
+        if not isinstance(callee, Attribute):
+            return None
+        method, base = callee.name, callee.base
+        if method == "forward" and len(positional) == len(arguments) == 1 and self._is_super(frame, base):
+            return Normed(node, frame, frame.place, callee, positional[0])
+        if method in CASTS and not arguments:
+            return Cast(node, frame, frame.place, base, DType("name", text=CASTS[method]))
+        if method == "type_as" and len(positional) == 1 and not keywords:
+            return Cast(node, frame, frame.place, base, DType("like", positional[0]))
+        if method in ("to", "type"):
+            dtype = self._cast_dtype(frame, positional, keywords)
+            return (
+                View(node, frame, frame.place, base, tuple(v for _, v in arguments), method)
+                if (dtype is None)
+                else Cast(node, frame, frame.place, base, dtype)
+            )
+        if method in VIEWS and not self._is_module(callee):
+            return View(node, frame, frame.place, base, tuple(v for _, v in arguments), method)
+        if method.endswith("_") and not method.endswith("__"):
+            frame.record("in place", (base,))
+            return Opaque(
+                node, frame, frame.place, (base, *(v for _, v in arguments)), pure=False, called=True
+            )
+        if method in ("addcmul", *ARITHMETIC) and not self._is_module(callee):
+            return self._arithmetic(frame, node, method, [base, *positional], keywords)
+        return None
+
+    def _arithmetic(self, frame: Frame, node, name: str, values: list[Value], keywords: dict) -> Value | None:
+        if keywords:
+            return None
+        if name == "addcmul" and len(values) == 3:
+            product = Product(node, frame, frame.place, values[1], values[2])
+            return Sum(node, frame, frame.place, values[0], product)
+        if name in ARITHMETIC and len(values) == 2:
+            if ARITHMETIC[name] is Sum:
+                return self._sum(frame, node, *values)
+            return Product(node, frame, frame.place, *values)
+        return None
+
+    def _cast_dtype(self, frame: Frame, positional, keywords) -> DType | None:
+        """The dtype of `.to(...)`, or None when the call may do something else (another device)."""
+        if len(positional) == 1 and not keywords:
+            given = positional[0]
+        elif not positional and set(keywords) == {"dtype"}:
+            given = keywords["dtype"]
+        else:
+            return None
+        found = meaning(given)
+        if isinstance(found, Attribute):
+            name = frame.module.qualified(found.node) if isinstance(meaning(found.base), Global) else None
+            if name is not None and name.startswith("torch.") and found.name in DTYPES:
+                return DType("name", text=CASTS.get(found.name, found.name))
+            if found.name == "dtype":
+                return DType("like", found.base)
+        names = [v.name for v in (found, given) if isinstance(v, Attribute | Global)]
+        names += [given.definition.name] if isinstance(given, Read) else []
+        if keywords or any(name.endswith("dtype") for name in names):
+            return DType("expression", given)
+        return None
+
+    def _helper(self, frame: Frame, node: cst.Call, callee: Value, arguments) -> Value | None:
+        found = self._called_function(frame, node, callee)
+        if found is None or self.depth > 4:
+            return None
+        function, receiver = found
+        self.depth += 1
+        try:
+            return see_through(self, frame, node, function, receiver, arguments)
+        finally:
+            self.depth -= 1
+
+    def _called_function(self, frame: Frame, node: cst.Call, callee) -> tuple[Function, Value | None] | None:
+        """The function whose source is known, and what its `self` is."""
+        if isinstance(callee, Global):
+            function = frame.module.find_function(node.func)
+            return None if function is None else (function, None)
+        if not isinstance(callee, Attribute):
+            return None
+        owner = self.class_of(callee.base)
+        if owner is not None:
+            method = owner.method(callee.name)
+            if method is not None:
+                if "staticmethod" in method.decorators:
+                    return method, None
+                return None if "classmethod" in method.decorators else (method, callee.base)
+            held = self.norms.attribute_class(owner, callee.name)  # a module: its forward
+            forward = held.method("forward") if held is not None else None
+            return None if forward is None else (forward, callee)
+        if not self._is_local(callee):
+            function = frame.module.find_function(node.func)
+            return None if function is None else (function, None)
+        return None
+
+    def _is_harmless(self, frame: Frame, node: cst.Call) -> bool:
+        """torch functions, methods named like pure ones, and a few builtins change nothing."""
+        name = frame.module.qualified(node.func)
+        if name is None:
+            return False
+        last = name.rpartition(".")[2]
+        if name.startswith("torch.") and not last.endswith("_") and last not in RANDOM:
+            return True
+        return name in {"len", "int", "float", "bool", "isinstance", "getattr", "hasattr", "range", "tuple"}
+
+    # What values hold -----------------------------------------------------------------------------------
+
+    def class_of(self, value: Value) -> Class | None:
+        """The class, source known, of a module or of `self`."""
+        value = meaning(value)
+        if isinstance(value, Read) and value.definition.parameter:
+            receivers = value.frame.function.node.params.params
+            first = receivers[0].name.value if receivers else None
+            return value.frame.owner if value.definition.name == first else None
+        if isinstance(value, Attribute):
+            owner = self.class_of(value.base)
+            return None if owner is None else self.norms.attribute_class(owner, value.name)
+        return None
+
+    def is_norm(self, value: Value) -> bool:
+        value = meaning(value)
+        if isinstance(value, Read):
+            return self._definition_is_norm(value.definition, value.frame)
+        if isinstance(value, Attribute):
+            owner = self.class_of(value.base)
+            known = None if owner is None else self.norms.attribute_is_norm(owner, value.name)
+            if known is not None:
+                return known
+            return is_role(value.name) and "layer" in value.name.lower()  # its name says LayerNorm
+        if isinstance(value, View):  # one of a ModuleList of norms
+            return value.method == "[]" and self.is_norm(value.base)
+        return False
+
+    def _definition_is_norm(self, definition: Definition, frame: Frame) -> bool:
+        if definition.sources:
+            values = [source.value for source in definition.sources]
+            return all(value is not None and self.is_norm(value) for value in values)
+        if definition.parameter:
+            from al_deepspeed.patching.arguments import argument_is_norm
+
+            return argument_is_norm(self, frame.function, definition.name)
+        return definition.value is not None and self.is_norm(definition.value)
+
+    def _is_super(self, frame: Frame, base: Value) -> bool:
+        """Whether `super().forward(x)` is a norm's: the class derives from one, and no other source is known."""
+        if not (isinstance(base, Opaque) and isinstance(base.node, cst.Call) and frame.owner is not None):
+            return False
+        called = base.node.func
+        if not (isinstance(called, cst.Name) and called.value == "super"):
+            return False
+        return any(self.norms.is_norm_class(frame.module, base.value) for base in frame.owner.node.bases)
+
+    def _is_local(self, callee: Value) -> bool:
+        while isinstance(callee, Attribute):
+            callee = callee.base
+        return not isinstance(callee, Global)
+
+    def _is_module(self, callee: Attribute) -> bool:
+        """Whether `base.name(...)` calls a method that the base's class defines, not a tensor's."""
+        owner = self.class_of(callee.base)
+        return owner is not None
+
+
+def _collect(node: cst.CSTNode, kind: type) -> list:
+    found = []
+
+    class Collect(cst.CSTVisitor):
+        def on_visit(self, inner):
+            if isinstance(inner, kind):
+                found.append(inner)
+            return True
+
+    node.visit(Collect())
+    return found
+
+
+def _target_names(target: cst.CSTNode) -> set[str]:
+    if isinstance(target, cst.Name):
+        return {target.value}
+    if isinstance(target, cst.Tuple | cst.List):
+        return set().union(*(_target_names(element.value) for element in target.elements))
+    return set()
+
+
+def forward_is_norm(forward: Function, norms: Norms) -> bool:
+    """Whether a forward only applies one norm to its one argument, between casts."""
+    parameters = forward.node.params.params
+    if len(parameters) != 2:
+        return False
+    frame = Frame(forward, Evaluator(forward.module.library, norms))
+    frame.run()
+    returned = [frame.values[node] for _, node in frame.roots if node in frame.values]
+    result = strip_casts(returned[-1]) if returned else None
+    if not isinstance(result, Normed):
+        return False
+    x = strip_casts(result.x)
+    return isinstance(x, Read) and x.definition.name == parameters[1].name.value
+
+
+def strip_casts(value: Value) -> Value:
+    value = meaning(value)
+    while isinstance(value, Cast):
+        value = meaning(value.base)
+    return value

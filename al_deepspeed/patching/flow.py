@@ -1,0 +1,271 @@
+"""Walks the statements of a function: blocks, what names are bound to where, and what reads what.
+
+Each suite (a function's body, a branch, a loop's or `with` body) is a block of its own. After a branch or loop,
+names bound inside are merges. Whatever is read where this walk does not follow (closures, merges that are read)
+marks its definitions as read elsewhere, so that no statement behind them is ever removed.
+"""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from al_deepspeed.patching.names import Function
+from al_deepspeed.patching.values import Definition, Item, Opaque, Place, Value
+
+
+class Frame:
+    """One function under evaluation, or one helper seen through at one call.
+
+    reads: the definition that a Name node read. values: what an expression node computes.
+    roots: the outermost expressions of the statements, in order of evaluation.
+    snapshots: the names as they were when a statement began.
+    effects: per block (index, what, values): "in place" changes, and calls with what was passed to them.
+    """
+
+    def __init__(self, function: Function, evaluator, caller: Frame | None = None) -> None:
+        self.function, self.evaluator, self.caller = function, evaluator, caller
+        self.module, self.owner = function.module, function.owner
+        self.names: dict[str, Definition] = {}
+        self.definitions: list[Definition] = []
+        self.reads: dict[cst.Name, Definition] = {}
+        self.paths: dict[cst.Name, tuple[Place, ...]] = {}  # the statements around each read, outermost first
+        self.values: dict[cst.BaseExpression, Value] = {}
+        self.roots: list[tuple[Place, cst.BaseExpression]] = []
+        self.snapshots: dict[Place, dict[str, Definition]] = {}
+        self.statements: dict[Place, cst.CSTNode] = {}
+        self.effects: list[tuple[tuple[Place, ...], str, tuple[Value, ...]]] = []
+        self.blocks = 0
+        self.stack: list[Place] = []  # the statement under evaluation, below those that hold its block
+        self.held_back: set[str] = set()  # names whose statements stay: global, nonlocal, read by closures
+        self.fixed_blocks: set[int] = set()  # bodies of try: an exception can leave them anywhere
+        self.stored_attributes: set[str] = set()
+
+    @property
+    def place(self) -> Place:
+        return self.stack[-1] if self.stack else Place(0, -1)
+
+    # Names ----------------------------------------------------------------------------------------------
+
+    def bind(self, name: str, value: Value | None, statement=None, parameter: bool = False) -> Definition:
+        definition = Definition(
+            name, self.place, value, self.names.get(name), statement=statement, parameter=parameter
+        )
+        self.names[name] = definition
+        self.definitions.append(definition)
+        return definition
+
+    def bind_target(self, target: cst.CSTNode, value: Value | None, statement=None) -> None:
+        if isinstance(target, cst.Name):
+            self.bind(target.value, value, statement)
+        elif isinstance(target, cst.Tuple | cst.List):
+            for index, element in enumerate(target.elements):
+                starred = isinstance(element, cst.StarredElement)
+                item = None
+                if value is not None and not starred:
+                    item = Item(element.value, self, self.place, value, index)
+                self.bind_target(element.value, item)
+        elif isinstance(target, cst.Attribute):
+            self.evaluator.evaluate(self, target.value)
+            self.stored_attributes.add(target.attr.value)
+        elif isinstance(target, cst.Subscript):
+            changed = self.evaluator.evaluate(self, target.value)
+            for element in target.slice:
+                self.evaluator.children(self, element)
+            self.record("in place", (changed,))
+
+    def record(self, what: str, values: tuple[Value, ...]) -> None:
+        self.effects.append((tuple(self.stack), what, values))
+
+    # Blocks ---------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        node = self.function.node
+        parameters = node.params
+        for parameter in (*parameters.posonly_params, *parameters.params, *parameters.kwonly_params):
+            self.bind(parameter.name.value, None, parameter=True)
+        for extra in (parameters.star_arg, parameters.star_kwarg):
+            if isinstance(extra, cst.Param):
+                self.bind(extra.name.value, None, parameter=True)
+        self.block(node.body)
+        for name in self.held_back:
+            for definition in self.definitions:
+                if definition.name == name:
+                    definition.read_elsewhere()
+
+    def block(self, body: cst.BaseSuite, fixed: bool = False) -> bool:
+        """Evaluates a suite in the names as they are; whether its end is never reached."""
+        self.blocks += 1
+        number = self.blocks
+        if fixed or any(place.block in self.fixed_blocks for place in self.stack):
+            self.fixed_blocks.add(number)
+        ends = False
+        for index, statement in enumerate(body.body):
+            place = Place(number, index)
+            self.stack.append(place)
+            self.snapshots[place] = dict(self.names)
+            self.statements[place] = statement
+            if isinstance(statement, cst.SimpleStatementLine):
+                for small in statement.body:
+                    ends |= self._simple(small, statement if len(statement.body) == 1 else None)
+            elif isinstance(statement, cst.BaseSmallStatement):  # `if x: a = b` on one line
+                ends |= self._simple(statement, None)
+            else:
+                self._compound(statement)
+            self.stack.pop()
+        return ends
+
+    def _root(self, node: cst.BaseExpression) -> Value:
+        self.roots.append((self.place, node))
+        return self.evaluator.evaluate(self, node)
+
+    def _simple(self, node: cst.BaseSmallStatement, line: cst.SimpleStatementLine | None) -> bool:
+        if isinstance(node, cst.Assign):
+            value = self._root(node.value)
+            alone = line if len(node.targets) == 1 else None
+            for target in node.targets:
+                self.bind_target(target.target, value, alone)
+        elif isinstance(node, cst.AnnAssign):
+            if node.value is not None:
+                self.bind_target(node.target, self._root(node.value), line)
+        elif isinstance(node, cst.AugAssign):
+            self._augmented(node)
+        elif isinstance(node, cst.Return | cst.Raise):
+            for part in (getattr(node, "value", None), getattr(node, "exc", None)):
+                if part is not None:
+                    self._root(part)
+            return True
+        elif isinstance(node, cst.Break | cst.Continue):
+            return True
+        elif isinstance(node, cst.Global | cst.Nonlocal):
+            self.held_back |= {item.name.value for item in node.names}
+        elif isinstance(node, cst.Import | cst.ImportFrom):
+            self._import(node)
+        elif isinstance(node, cst.Expr):
+            self._root(node.value)
+        elif isinstance(node, cst.Del):
+            self.evaluator.evaluate(self, node.target)
+        elif isinstance(node, cst.Assert):
+            self._root(node.test)
+            if node.msg is not None:
+                self._root(node.msg)
+        return False
+
+    def _import(self, node) -> None:
+        if isinstance(node.names, cst.ImportStar):
+            return
+        for alias in node.names:
+            name = alias.asname.name if alias.asname is not None else alias.name
+            while isinstance(name, cst.Attribute):
+                name = name.value
+            if name.value not in self.module.imports:
+                self.bind(name.value, None)
+
+    def _augmented(self, node: cst.AugAssign) -> None:
+        before = self.evaluator.evaluate(self, node.target)
+        value = self.evaluator.augmented(self, node, before, self._root(node.value))
+        if not self.evaluator.is_number(value):
+            self.record("in place", (before,))
+        if isinstance(node.target, cst.Name):
+            self.bind(node.target.value, value)
+            before_definition = self.reads[node.target] if node.target in self.reads else None
+            if before_definition is not None:
+                before_definition.read_elsewhere()
+
+    def _compound(self, node: cst.BaseCompoundStatement) -> None:
+        if isinstance(node, cst.If):
+            self._if(node)
+        elif isinstance(node, cst.With):
+            for item in node.items:
+                value = self._root(item.item)
+                if item.asname is not None:
+                    self.bind_target(item.asname.name, Opaque(item.item, self, self.place, (value,), False))
+            self.block(node.body)
+        elif isinstance(node, cst.For | cst.While):
+            self._loop(node)
+        elif isinstance(node, cst.Try | cst.TryStar):
+            self._try(node)
+        elif isinstance(node, cst.FunctionDef | cst.ClassDef):
+            self.held_back |= self.evaluator.names_in(node)
+            self.bind(node.name.value, None)
+        elif isinstance(node, cst.Match):
+            self._root(node.subject)
+            self._branches([case.body for case in node.cases], self.evaluator.names_bound_in(node), True)
+
+    def _if(self, node: cst.If) -> None:
+        self._root(node.test)
+        other = node.orelse
+        bodies = [node.body]
+        if isinstance(other, cst.Else):
+            bodies.append(other.body)
+        elif isinstance(other, cst.If):
+            bodies.append(cst.IndentedBlock([other]))
+        self._branches(bodies, set(), len(bodies) == 1)
+
+    def _branches(self, bodies: list, bound: set[str], may_skip: bool) -> None:
+        before = dict(self.names)
+        ends = [before] if may_skip else []
+        for body in bodies:
+            self.names = dict(before)
+            for name in bound:
+                self.bind(name, None)
+            if not self.block(body):
+                ends.append(self.names)
+        self.names = self._merge(ends or [before], before)
+
+    def _merge(self, ends: list[dict], before: dict) -> dict:
+        merged = {}
+        for name in sorted(set().union(*ends)):
+            arriving = list({id(d): d for end in ends if (d := end.get(name)) is not None}.values())
+            if len(arriving) == 1 and all(name in end for end in ends):
+                merged[name] = arriving[0]
+                continue
+            definition = Definition(name, self.place, None, before.get(name), sources=arriving)
+            self.definitions.append(definition)
+            merged[name] = definition
+        return merged
+
+    def _loop(self, node: cst.For | cst.While) -> None:
+        if isinstance(node, cst.For):
+            self._root(node.iter)
+        before = dict(self.names)
+        merges = {}
+        for name in sorted(self.evaluator.names_bound_in(node)):
+            earlier = before.get(name)
+            merge = Definition(name, self.place, None, earlier, sources=[earlier] if earlier else [])
+            self.definitions.append(merge)
+            merges[name] = self.names[name] = merge
+        if isinstance(node, cst.While):
+            self._root(node.test)
+        else:
+            self.bind_target(node.target, None)
+        start = dict(self.names)
+        self.block(node.body)
+        for name, merge in merges.items():
+            if name in self.names and self.names[name] is not merge:
+                merge.add_source(self.names[name])
+        self.names = self._merge([start, self.names], before)
+        if node.orelse is not None:
+            self._branches([node.orelse.body], set(), True)
+
+    def _try(self, node: cst.Try | cst.TryStar) -> None:
+        before = dict(self.names)
+        self.block(node.body, fixed=True)
+        if node.orelse is not None:
+            self.block(node.orelse.body, fixed=True)
+        for name in self.evaluator.names_bound_in(node.body):
+            for definition in self.definitions:
+                if definition.name == name:
+                    definition.read_elsewhere()
+        ends = [self.names]
+        unsure = {**before, **self.names}
+        for handler in node.handlers:
+            self.names = dict(unsure)
+            for name in self.evaluator.names_bound_in(node.body):
+                self.bind(name, None)
+            if handler.name is not None:
+                self.bind_target(handler.name.name, None)
+            if not self.block(handler.body, fixed=True):
+                ends.append(self.names)
+        self.names = self._merge(ends, before)
+        if node.finalbody is not None:
+            self.block(node.finalbody.body, fixed=True)

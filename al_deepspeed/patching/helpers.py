@@ -1,0 +1,109 @@
+"""Helpers seen through: `modulate(x, shift, scale)` means what its body computes from the arguments.
+
+Only a straight line of assignments that ends in one `return`, made of arithmetic, casts and views. A helper that
+calls a module or a norm is a place of its own: its sites are found there, once.
+"""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from al_deepspeed.patching.flow import Frame
+from al_deepspeed.patching.names import Function
+from al_deepspeed.patching.values import Inlined, Normed, Opaque, Value, within
+
+
+def see_through(
+    evaluator, caller: Frame, node: cst.Call, function: Function, receiver: Value | None, arguments
+) -> Inlined | None:
+    """What the call computes, or None when the helper is not that simple."""
+    returned = _straight_line(function.node)
+    if returned is None or function.node.asynchronous is not None:
+        return None
+    bound = _bind(function.node.params, receiver, arguments)
+    if bound is None:
+        return None
+    frame = Frame(function, evaluator, caller)
+    frame.blocks = caller.blocks
+    frame.stack = list(caller.stack)
+    for name, value in bound.items():
+        if isinstance(value, Value):
+            frame.bind(name, value)
+        else:  # a default
+            frame.bind(name, evaluator.evaluate(frame, value))
+    for statement in _statements(function.node):
+        for small in statement.body:
+            frame._simple(small, None)
+    result = frame.values.get(returned.value)
+    if result is None or frame.effects or not _is_arithmetic(frame):
+        return None
+    return Inlined(node, caller, caller.place, result, tuple(value for _, value in arguments))
+
+
+def _is_arithmetic(frame: Frame) -> bool:
+    return not any(
+        isinstance(part, Normed) or (isinstance(part, Opaque) and not part.pure)
+        for value in frame.values.values()
+        for part in within(value)
+        if part.frame is frame
+    )
+
+
+def _statements(node: cst.FunctionDef) -> list:
+    body = node.body.body
+    first = body[0] if body else None
+    if isinstance(first, cst.SimpleStatementLine) and isinstance(first.body[0], cst.Expr):
+        body = body[1:]  # the docstring
+    return list(body)
+
+
+def _straight_line(node: cst.FunctionDef) -> cst.Return | None:
+    """The last statement, when it is the only way out."""
+    if not isinstance(node.body, cst.IndentedBlock):
+        return None
+    statements = _statements(node)
+    if not statements or len(statements) > 12:
+        return None
+    for statement in statements:
+        if not isinstance(statement, cst.SimpleStatementLine):
+            return None
+        allowed = cst.Return if statement is statements[-1] else cst.Assign | cst.AnnAssign | cst.Assert
+        if len(statement.body) != 1 or not isinstance(statement.body[0], allowed):
+            return None
+        for target in getattr(statement.body[0], "targets", ()):
+            if not isinstance(target.target, cst.Name | cst.Tuple):
+                return None
+    last = statements[-1].body[0]
+    return last if last.value is not None else None
+
+
+def _bind(parameters: cst.Parameters, receiver: Value | None, arguments) -> dict | None:
+    """Values or default expressions by parameter name; None when the call does not fit."""
+    if isinstance(parameters.star_arg, cst.Param) or parameters.star_kwarg is not None:
+        return None
+    order = [*parameters.posonly_params, *parameters.params]
+    everything = [*order, *parameters.kwonly_params]
+    bound: dict = {}
+    waiting = list(order)
+    if receiver is not None:
+        if not waiting:
+            return None
+        bound[waiting.pop(0).name.value] = receiver
+    for name, value in arguments:
+        if name in ("*", "**"):
+            return None
+        if name:
+            if name not in {p.name.value for p in everything} or name in bound:
+                return None
+            bound[name] = value
+            waiting = [p for p in waiting if p.name.value != name]
+        elif waiting:
+            bound[waiting.pop(0).name.value] = value
+        else:
+            return None
+    for parameter in everything:
+        if parameter.name.value not in bound:
+            if parameter.default is None:
+                return None
+            bound[parameter.name.value] = parameter.default
+    return bound

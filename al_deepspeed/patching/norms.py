@@ -1,0 +1,210 @@
+"""Which objects are norms over the last dim: what an attribute was assigned, what a name or argument holds.
+
+Known by name are the norms of torch, diffusers, Apex, Transformer Engine and Megatron. A class whose source is
+at hand is known by what it does: it derives from a LayerNorm and calls it once, or calls F.layer_norm, between
+casts. Megatron builds modules from specs; there the role in the spec decides (`submodules.input_layernorm`).
+Whether a norm that is found here computes what the op does is settled by the runtime, on the module itself.
+"""
+
+from __future__ import annotations
+
+import re
+
+import libcst as cst
+
+from al_deepspeed.patching.names import Class, Function, Module
+
+NORM_CLASSES = frozenset(
+    "LayerNorm FP32LayerNorm RMSNorm FusedLayerNorm MixedFusedLayerNorm FastLayerNorm FusedRMSNorm "
+    "MixedFusedRMSNorm WrappedTorchNorm TENorm TELayerNorm TERMSNorm LayerNormND WanLayerNorm WanRMSNorm".split()
+)
+STAND_INS = frozenset("Identity IdentityOp".split())  # an attribute may hold these instead of a norm
+CONTAINERS = frozenset("ModuleList ModuleDict".split())
+ROLE = re.compile(r"(^|_)(layer_?norm|norm|ln)(_?\d+)?(_|$)", re.IGNORECASE)
+OTHER_NORMS = re.compile(
+    r"group|batch|instance|spectral|weight_norm|ada|grad|channel|local_resp", re.IGNORECASE
+)
+
+
+def is_role(name: str) -> bool:
+    """Whether a name says that it is a LayerNorm or RMSNorm: norm, norm1, input_layernorm, ln_2."""
+    return bool(ROLE.search(name)) and not OTHER_NORMS.search(name)
+
+
+class Norms:
+    """Answers for one rewrite; remembers what it found about each class."""
+
+    def __init__(self) -> None:
+        self._classes: dict[int, bool] = {}
+        self._attributes: dict[tuple[int, str], list] = {}
+
+    # What a class is ------------------------------------------------------------------------------------
+
+    def is_norm_class(self, module: Module, node: cst.CSTNode) -> bool:
+        name = module.qualified(node)
+        if name is None:
+            return False
+        found = module.find_class(node)
+        return self._known_class(found) if found is not None else name.rpartition(".")[2] in NORM_CLASSES
+
+    def _known_class(self, found: Class) -> bool:
+        if id(found) not in self._classes:
+            self._classes[id(found)] = False  # for a class that refers to itself
+            self._classes[id(found)] = self._behaves(found)
+        return self._classes[id(found)]
+
+    def _behaves(self, found: Class) -> bool:
+        if found.name.endswith("RMSNorm"):
+            return True
+        derives = any(name.rpartition(".")[2] in NORM_CLASSES for name in found.base_names())
+        forward = found.method("forward")
+        if forward is None:
+            return derives
+        from al_deepspeed.patching.evaluate import forward_is_norm
+
+        return forward_is_norm(forward, self)
+
+    # What an attribute holds ----------------------------------------------------------------------------
+
+    def attribute_is_norm(self, owner: Class, name: str) -> bool | None:
+        """None: its assignment is not known."""
+        built = self.assigned(owner, name)
+        if not built:
+            return None
+        answers = [self._builds_norm(function, value) for function, value in built]
+        answers = [answer for answer in answers if answer != "stand-in"]
+        return bool(answers) and all(answers)
+
+    def attribute_class(self, owner: Class, name: str) -> Class | None:
+        """The one class, source known, whose instance the attribute holds."""
+        built = self.assigned(owner, name)
+        if len(built) != 1:
+            return None
+        function, value = built[0]
+        return function.module.find_class(value.func) if isinstance(value, cst.Call) else None
+
+    def assigned(self, owner: Class, name: str) -> list[tuple[Function, cst.BaseExpression]]:
+        """Every expression that a method of the class or its ancestors assigns to self.name."""
+        key = (id(owner), name)
+        if key not in self._attributes:
+            found = []
+            for ancestor in owner.ancestry():
+                for method in ancestor.methods.values():
+                    found += [(method, value) for value in _assignments(method, name)]
+                if found:
+                    break
+            self._attributes[key] = found
+        return self._attributes[key]
+
+    def _builds_norm(self, function: Function, node: cst.BaseExpression) -> bool | str:
+        if isinstance(node, cst.Name) and node.value == "None":
+            return "stand-in"
+        if isinstance(node, cst.IfExp):
+            answers = {self._builds_norm(function, node.body), self._builds_norm(function, node.orelse)}
+            return bool(answers - {"stand-in"}) and (answers - {"stand-in"} == {True})
+        if isinstance(node, cst.Name):  # a parameter of the constructor that is the norm itself
+            return is_role(node.value)
+        if not isinstance(node, cst.Call):
+            return False
+        last = (function.module.qualified(node.func) or "?").rpartition(".")[2]
+        if last in STAND_INS:
+            return "stand-in"
+        if last == "build_module":
+            return bool(node.args) and _last_name(node.args[0].value, is_role)
+        if last in CONTAINERS:
+            return self._holds_norms(function, node)
+        if isinstance(node.func, cst.Name):
+            default = _default(function.node, node.func.value)
+            if default is not None:
+                return self._is_factory(function, node.func.value, default)
+        if self.is_norm_class(function.module, node.func):
+            first = node.args[0].value if node.args else None
+            return not (isinstance(first, cst.List | cst.Tuple) and len(first.elements) != 1)
+        made = function.module.find_function(node.func)
+        if made is not None:
+            returned = _returns(made.node)
+            return bool(returned) and all(self._builds_norm(made, value) is True for value in returned)
+        unknown = function.module.find_class(node.func) is None
+        return (
+            unknown and bool(re.search(r"layer_?norm", last, re.IGNORECASE)) and not OTHER_NORMS.search(last)
+        )
+
+    def _is_factory(self, function: Function, name: str, default) -> bool:
+        """A class given as a constructor argument: its default decides, without one its name."""
+        if default is True or (isinstance(default, cst.Name) and default.value == "None"):
+            return is_role(name)
+        return self.is_norm_class(function.module, default)
+
+    def _holds_norms(self, function: Function, node: cst.Call) -> bool:
+        if len(node.args) != 1:
+            return False
+        inside = node.args[0].value
+        if isinstance(inside, cst.ListComp | cst.GeneratorExp):
+            return self._builds_norm(function, inside.elt) is True
+        if isinstance(inside, cst.List | cst.Tuple):
+            values = [element.value for element in inside.elements]
+        elif isinstance(inside, cst.Dict):
+            values = [element.value for element in inside.elements]
+        else:
+            return False
+        return bool(values) and all(self._builds_norm(function, value) is True for value in values)
+
+
+def _last_name(node: cst.CSTNode, test) -> bool:
+    if isinstance(node, cst.Attribute):
+        return test(node.attr.value)
+    return isinstance(node, cst.Name) and test(node.value)
+
+
+def _default(function: cst.FunctionDef, name: str):
+    """The default of a parameter, True when it has none, None when there is no such parameter."""
+    for parameter in (*function.params.params, *function.params.kwonly_params):
+        if parameter.name.value == name:
+            return True if parameter.default is None else parameter.default
+    return None
+
+
+def _returns(function: cst.FunctionDef) -> list[cst.BaseExpression]:
+    found = []
+
+    class Collect(cst.CSTVisitor):
+        def visit_FunctionDef(self, node):
+            return node is function
+
+        def visit_Lambda(self, node):
+            return False
+
+        def visit_Return(self, node):
+            if node.value is not None:
+                found.append(node.value)
+
+    function.visit(Collect())
+    return found
+
+
+def _assignments(method: Function, name: str) -> list[cst.BaseExpression]:
+    found = []
+    parameters = method.node.params.params
+    if not parameters:
+        return found
+    owner = parameters[0].name.value
+
+    def is_target(node) -> bool:
+        return (
+            isinstance(node, cst.Attribute)
+            and node.attr.value == name
+            and isinstance(node.value, cst.Name)
+            and node.value.value == owner
+        )
+
+    class Collect(cst.CSTVisitor):
+        def visit_Assign(self, node):
+            if any(is_target(target.target) for target in node.targets):
+                found.append(node.value)
+
+        def visit_AnnAssign(self, node):
+            if is_target(node.target) and node.value is not None:
+                found.append(node.value)
+
+    method.node.visit(Collect())
+    return found

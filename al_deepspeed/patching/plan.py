@@ -1,0 +1,359 @@
+"""Which candidates of a function can be rewritten safely, where their calls go, and which statements fall away.
+
+The call stands where the last operation stood; the call of residual_adaln where the sum stood, because the sum
+may be used between the two. A statement whose result only fed the replaced expression goes; when an operand with
+effects was computed in it, it stays and binds that operand: `y = gate * self.mlp(n)` becomes `y = self.mlp(n)`,
+so no call with effects ever moves. What cannot be written that way is refused, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import libcst as cst
+
+from al_deepspeed.patching.calls import build_call, operands
+from al_deepspeed.patching.candidates import Candidate
+from al_deepspeed.patching.flow import Frame
+from al_deepspeed.patching.patterns import origin
+from al_deepspeed.patching.rendering import Renderer, Unavailable, bare
+from al_deepspeed.patching.values import (
+    Attribute,
+    Cast,
+    Definition,
+    Normed,
+    Place,
+    Product,
+    Read,
+    Sum,
+    Value,
+    meaning,
+    same,
+    within,
+)
+
+
+@dataclass
+class Edits:
+    """expressions: node -> builder. statements: what a statement line becomes (None: it goes)."""
+
+    expressions: dict[cst.BaseExpression, Callable[[], cst.BaseExpression]] = field(default_factory=dict)
+    statements: dict[cst.CSTNode, Callable[[], cst.CSTNode] | None] = field(default_factory=dict)
+
+
+@dataclass
+class Planned:
+    accepted: list[Candidate]
+    refused: list[Candidate]
+    edits: Edits
+    texts: dict[int, Callable[[], str]]
+
+
+def plan(frame: Frame, candidates: list[Candidate], site_of: Callable[[Candidate], str | None]) -> Planned:
+    """Accepts candidates until nothing changes any more; every refusal can make others impossible."""
+    accepted, refused = list(candidates), []
+    while True:
+        planner = _Planner(frame, accepted, site_of)
+        failed = planner.run()
+        if failed is None:
+            return Planned(accepted, refused, planner.edits, planner.texts)
+        candidate, reason = failed
+        position = accepted.index(candidate)
+        accepted[position : position + 1] = _instead(candidate)
+        if len(accepted) == len(candidates) or candidate not in accepted:
+            candidate.refused = reason
+        if candidate.kind != "residual_adaln":
+            refused.append(candidate)
+        candidates = accepted
+
+
+def _instead(candidate: Candidate) -> list[Candidate]:
+    """A residual_adaln that cannot be one call may still be two."""
+    if candidate.kind != "residual_adaln":
+        return []
+    parts = []
+    residual, modulated = candidate.residual, candidate.modulated
+    own = residual.sum.frame.caller is None  # a helper's sum is the helper's site
+    if residual.gate is not None and candidate.sum_root is not None and own:
+        place = residual.sum.place
+        value = residual.sum.frame.values[candidate.sum_root]
+        parts.append(Candidate("gated_residual", place, candidate.sum_root, value, None, residual))
+    if modulated.scale is not None or modulated.shift is not None:
+        parts.append(Candidate("adaln", candidate.place, candidate.root, candidate.value, modulated))
+    return parts
+
+
+class _Planner:
+    """One attempt with a fixed set of candidates."""
+
+    def __init__(self, frame: Frame, accepted: list[Candidate], site_of) -> None:
+        self.frame, self.accepted, self.site_of = frame, accepted, site_of
+        self.edits = Edits()
+        self.texts: dict[int, Callable[[], str]] = {}
+        self.consumed = {name for c in accepted for _, name in c.absorbed}
+        self.removed: dict[Definition, Value | None] = {}
+        self.temporaries = 0
+
+    def run(self) -> tuple[Candidate, str] | None:
+        """The first candidate that cannot be, with the reason; None when all can."""
+        for candidate in self.accepted:
+            reason = self._absorb(candidate)
+            if reason:
+                return candidate, reason
+        for candidate in self.accepted:
+            reason = self._between(candidate)
+            if reason:
+                return candidate, reason
+        for candidate in self.accepted:
+            try:
+                self._place(candidate)
+            except Unavailable as problem:
+                return candidate, str(problem)
+        for definition, held in self.removed.items():
+            self._remove(definition, held)
+        for candidate in self.accepted:
+            try:
+                self.texts[id(candidate)]()
+            except Unavailable as problem:
+                return candidate, str(problem)
+        return None
+
+    # What falls away ------------------------------------------------------------------------------------
+
+    def _absorb(self, candidate: Candidate) -> str | None:
+        if candidate.residual is not None and candidate.residual.sum.in_place:
+            return "the residual is added in place (+=), which others may see"
+        if candidate.modulated is not None:
+            norm = candidate.modulated.norm.norm
+            if isinstance(norm, Attribute) and norm.name == "forward":
+                return "the norm is the class's own base"
+        for definition, _ in candidate.absorbed:
+            if self._may_go(definition, candidate):
+                self.removed.setdefault(definition, None)
+            elif _is_heavy(definition.value):
+                return f"{definition.name}, a step of it, is used elsewhere too, or bound in another block"
+        return None
+
+    def _may_go(self, definition: Definition, candidate: Candidate) -> bool:
+        return (
+            definition.statement is not None
+            and not definition.foreign
+            and definition.name not in self.frame.held_back
+            and definition.place.block == candidate.place.block
+            and definition.place.block not in self.frame.fixed_blocks
+            and all(read in self.consumed for read in definition.reads)
+        )
+
+    def _between(self, candidate: Candidate) -> str | None:
+        """Whether something between the steps could change what they read."""
+        places = [definition.place for definition, _ in candidate.absorbed if definition in self.removed]
+        if candidate.sum_definition is not None:
+            places.append(candidate.sum_definition.place)
+        places = [place for place in places if place.block == candidate.place.block]
+        if not places:
+            return None
+        first, last = min(place.index for place in places), candidate.place.index
+        leaves = [
+            part for value in self._steps(candidate) for part in within(value) if isinstance(part, Read)
+        ]
+        for stack, what, values in self.frame.effects:
+            inside = [p for p in stack if p.block == candidate.place.block and first < p.index < last]
+            if not inside:
+                continue
+            if what == "in place":
+                return "a tensor is changed in place between its steps"
+            if any(
+                same(origin(v), origin(leaf)) for v in values for leaf in leaves if not self._is_self(leaf)
+            ):
+                return "one of its tensors is passed to a call between its steps"
+        return None
+
+    def _steps(self, candidate: Candidate) -> list[Value]:
+        steps = [definition.value for definition, _ in candidate.absorbed if definition.value is not None]
+        return [*steps, candidate.value]
+
+    def _is_self(self, leaf: Read) -> bool:
+        owner = self.frame.owner is not None
+        return (
+            owner
+            and leaf.definition.parameter
+            and leaf.definition.place.index == -1
+            and (leaf.definition.name == self.frame.function.node.params.params[0].name.value)
+        )
+
+    # Where the call goes --------------------------------------------------------------------------------
+
+    def _place(self, candidate: Candidate) -> None:
+        if candidate.kind == "residual_adaln" and candidate.sum_definition is not None:
+            self._place_pair(candidate)
+            return
+        renderer = self._renderer(candidate.place, (candidate.root,))
+        call = self._call(candidate, renderer)
+        if candidate.kind == "residual_adaln":
+            self.edits.expressions[candidate.root] = lambda: _second(call())
+        else:
+            self.edits.expressions[candidate.root] = call
+        self.texts[id(candidate)] = lambda: _code(call())
+
+    def _place_pair(self, candidate: Candidate) -> None:
+        definition = candidate.sum_definition
+        if definition.statement is None or definition.place.block in self.frame.fixed_blocks:
+            raise Unavailable("the residual sum is not a statement of its own")
+        renderer = self._renderer(definition.place, (definition.value.node, candidate.root))
+        call = self._call(candidate, renderer)
+        used_after = self._remaining_reads(candidate)
+        target = self._target(candidate)
+        if target is None:
+            target = self._temporary()
+            self.edits.expressions[candidate.root] = lambda: cst.Name(target)
+        else:
+            self.edits.statements[self.frame.statements[candidate.place]] = None
+        if used_after and target == definition.name:
+            raise Unavailable("its result takes the residual's name while the residual is still in use")
+
+        def statement() -> cst.SimpleStatementLine:
+            value = call() if used_after else _second(call())
+            names = [definition.name, target] if used_after else [target]
+            return _assignment(definition.statement, names, value)
+
+        self.edits.statements[definition.statement] = statement
+        self.texts[id(candidate)] = lambda: _code(call())
+
+    def _call(self, candidate: Candidate, renderer: Renderer) -> Callable[[], cst.Call]:
+        """A builder that keeps operands with effects in the statements that compute them."""
+
+        def build() -> cst.Call:
+            for _ in range(8):
+                try:
+                    return build_call(candidate, renderer, self.site_of(candidate))
+                except Unavailable as problem:
+                    if problem.value is None or not self._hold(candidate, problem.value):
+                        raise
+            raise Unavailable("its operands cannot be told apart")
+
+        build()
+        return build
+
+    def _hold(self, candidate: Candidate, value: Value) -> bool:
+        """Lets a statement that would go bind this operand instead."""
+        if not any(operand is not None and operand.value is value for _, operand in operands(candidate)):
+            return False
+        for definition, _ in candidate.absorbed:
+            if definition.place == value.place and self.removed.get(definition, value) is None:
+                self.removed[definition] = value
+                return True
+        return False
+
+    def _remaining_reads(self, candidate: Candidate) -> bool:
+        """Whether the new residual is read anywhere but in what the call replaces."""
+        definition = candidate.sum_definition
+        if definition.foreign:
+            return True
+        gone = self._gone()
+        gone |= _names_below(candidate.root)
+        return any(read not in gone for read in definition.reads)
+
+    def _gone(self) -> set[cst.Name]:
+        gone: set[cst.Name] = set()
+        for definition, held in self.removed.items():
+            if held is None and definition.value is not None:
+                gone |= _names_below(definition.value.node)
+        return gone
+
+    def _target(self, candidate: Candidate) -> str | None:
+        """The name that takes y right away, when y's own statement is `name = y` and the name is free until then."""
+        line = self.frame.statements[candidate.place]
+        if not isinstance(line, cst.SimpleStatementLine) or len(line.body) != 1:
+            return None
+        small = line.body[0]
+        if not (isinstance(small, cst.Assign) and small.value is candidate.root and len(small.targets) == 1):
+            return None
+        target = small.targets[0].target
+        if not isinstance(target, cst.Name) or target.value in self.frame.held_back:
+            return None
+        name, first, last = target.value, candidate.sum_definition.place, candidate.place
+        if name == candidate.sum_definition.name:
+            return name if not self._remaining_reads(candidate) else None
+        before = self._current(self.frame.snapshots[first].get(name))
+        after = self._current(self.frame.snapshots[last].get(name))
+        if before is not after:
+            return None
+        gone = self._gone() | _names_below(candidate.root)
+        for read in before.reads if before is not None else ():
+            inside = [
+                p
+                for p in self.frame.paths[read]
+                if p.block == first.block and first.index < p.index <= last.index
+            ]
+            if inside and read not in gone:
+                return None
+        return name
+
+    def _current(self, definition: Definition | None) -> Definition | None:
+        while definition is not None and definition in self.removed and self.removed[definition] is None:
+            definition = definition.previous
+        return definition
+
+    def _temporary(self) -> str:
+        self.temporaries += 1
+        taken = {definition.name for definition in self.frame.definitions}
+        while True:
+            name = "_al_normed" if self.temporaries == 1 else f"_al_normed_{self.temporaries}"
+            if name not in taken:
+                return name
+            self.temporaries += 1
+
+    # Statements that go or change -----------------------------------------------------------------------
+
+    def _remove(self, definition: Definition, held: Value | None) -> None:
+        line = definition.statement
+        if line in self.edits.statements:
+            return
+        if held is None:
+            self.edits.statements[line] = None
+            return
+        renderer = self._renderer(definition.place, (definition.value.node,))
+        self.edits.expressions[definition.value.node] = lambda: bare(renderer.value(held))
+
+    def _renderer(self, place: Place, roots: tuple) -> Renderer:
+        return Renderer(self.frame, place, roots, self.removed, self.edits.expressions)
+
+
+def _is_heavy(value: Value | None) -> bool:
+    """Whether computing it twice would cost a pass over the activations."""
+    if value is None:
+        return True
+    value = meaning(value)
+    while isinstance(value, Cast):
+        value = meaning(value.base)
+    return isinstance(value, Normed | Product | Sum)
+
+
+def _second(call: cst.Call) -> cst.Subscript:
+    return cst.Subscript(call, [cst.SubscriptElement(cst.Index(cst.Integer("1")))])
+
+
+def _code(node: cst.CSTNode) -> str:
+    return cst.Module([]).code_for_node(node)
+
+
+def _names_below(node: cst.CSTNode) -> set[cst.Name]:
+    found: set[cst.Name] = set()
+
+    class Collect(cst.CSTVisitor):
+        def visit_Name(self, name):
+            found.add(name)
+
+    node.visit(Collect())
+    return found
+
+
+def _assignment(
+    line: cst.SimpleStatementLine, names: list[str], value: cst.BaseExpression
+) -> cst.SimpleStatementLine:
+    target = cst.Name(names[0])
+    if len(names) > 1:
+        elements = [cst.Element(cst.Name(name)) for name in names]
+        target = cst.Tuple(elements, lpar=[], rpar=[])
+    return line.with_changes(body=[cst.Assign([cst.AssignTarget(target)], value)])

@@ -1,0 +1,212 @@
+"""Source in, source out: AdaLN and gated residuals become calls of the op, everything else stays as written.
+
+    rewrite(source) -> Rewritten(source, sites, left)
+Functions are read one by one (flow.py, evaluate.py), matched (patterns.py, candidates.py), and planned so that
+nothing with effects moves (plan.py). What looks like AdaLN and cannot be proved safe is left and reported.
+"""
+
+from __future__ import annotations
+
+import libcst as cst
+from libcst.metadata import MetadataWrapper, PositionProvider
+
+from al_deepspeed.patching.calls import RUNTIME
+from al_deepspeed.patching.candidates import Candidate, find_candidates
+from al_deepspeed.patching.evaluate import Evaluator
+from al_deepspeed.patching.flow import Frame
+from al_deepspeed.patching.names import Class, Function, Library, Module, Resolve
+from al_deepspeed.patching.norms import Norms
+from al_deepspeed.patching.plan import Edits, plan
+from al_deepspeed.patching.sites import Left, Rewritten, Site
+
+IMPORT = f"from al_deepspeed.patching import runtime as {RUNTIME}"
+FUSING_DECORATORS = frozenset({"jit_fuser"})  # the op is opaque to TorchScript
+
+
+def rewrite(
+    source: str, *, file: str = "<string>", resolve: Resolve | None = None, observe: bool = False
+) -> Rewritten:
+    """Rewrite one module.
+
+    Args:
+        file: for the report, and the sites' names.
+        resolve: dotted module name, as written in the import (with leading dots when relative) -> its source,
+            or None when unknown. Helpers and norm classes imported from there are then understood.
+        observe: every call also carries its site's name and the original expression, for the contract check.
+    Raises:
+        libcst.ParserSyntaxError: the source does not parse.
+    """
+    wrapper = MetadataWrapper(cst.parse_module(source), unsafe_skip_copy=True)
+    positions = wrapper.resolve(PositionProvider)
+    tree = wrapper.module
+    library = Library(resolve)
+    module = Module(tree, "", library)
+    evaluator = Evaluator(library, Norms())
+    edits, sites, left = Edits(), [], []
+    rewritten: set[cst.FunctionDef] = set()
+    for function, name in _functions(tree, module):
+        frame = Frame(function, evaluator)
+        frame.run()
+        found = find_candidates(frame)
+
+        def line(node: cst.CSTNode) -> int:
+            return positions[node].start.line
+
+        def site_of(candidate: Candidate) -> str | None:
+            return f"{file}:{line(candidate.root)}" if observe else None
+
+        planned = plan(frame, found.candidates, site_of)
+        edits.expressions |= planned.edits.expressions
+        edits.statements |= planned.edits.statements
+        for candidate in planned.accepted:
+            text = planned.texts[id(candidate)]()
+            sites.append(Site(candidate.kind, file, line(candidate.root), name, text))
+            rewritten.add(function.node)
+        left += [Left(file, line(c.root), name, c.refused) for c in planned.refused]
+        left += [Left(file, line(node), name, reason) for node, reason in found.near_misses]
+    sites.sort(key=lambda site: site.line)
+    left.sort(key=lambda item: item.line)
+    if not sites:
+        return Rewritten(source, (), tuple(left))
+    result = tree.visit(_Apply(edits, _without_fusing(tree, rewritten)))
+    return Rewritten(_with_import(result).code, tuple(sites), tuple(left))
+
+
+def _functions(tree: cst.Module, module: Module) -> list[tuple[Function, str]]:
+    """All functions of the module with their names, methods and nested functions too."""
+    found: list[tuple[Function, str]] = []
+
+    class Collect(cst.CSTVisitor):
+        def __init__(self) -> None:
+            self.names: list[str] = []
+            self.owners: list[Class | None] = [None]
+
+        def visit_ClassDef(self, node):
+            known = module.classes.get(node.name.value)
+            self.owners.append(known if known is not None and known.node is node else None)
+            self.names.append(node.name.value)
+
+        def leave_ClassDef(self, original_node):
+            self.owners.pop()
+            self.names.pop()
+
+        def visit_FunctionDef(self, node):
+            self.names.append(node.name.value)
+            owner = self.owners[-1]
+            found.append((Function(node, module, owner), ".".join(self.names)))
+
+        def leave_FunctionDef(self, original_node):
+            self.names.pop()
+
+    tree.visit(Collect())
+    return found
+
+
+def _without_fusing(tree: cst.Module, rewritten: set[cst.FunctionDef]) -> set[cst.FunctionDef]:
+    """Functions that call the op now, themselves or through others of the file: their fuser cannot compile them."""
+    functions: list[cst.FunctionDef] = []
+    called: dict[cst.FunctionDef, set[str]] = {}
+
+    class Collect(cst.CSTVisitor):
+        def visit_FunctionDef(self, node):
+            functions.append(node)
+            called[node] = set()
+
+        def visit_Call(self, node):
+            last = node.func.attr if isinstance(node.func, cst.Attribute) else node.func
+            if functions and isinstance(last, cst.Name):
+                called[functions[-1]].add(last.value)
+
+    tree.visit(Collect())
+    reached = set(rewritten)
+    while True:
+        names = {function.name.value for function in reached}
+        more = {f for f in functions if f not in reached and called[f] & names and _fusers(f)}
+        if not more:
+            return reached
+        reached |= more
+
+
+def _fusers(node: cst.FunctionDef) -> list[cst.Decorator]:
+    return [d for d in node.decorators if _is_fuser(d)]
+
+
+def _is_fuser(decorator: cst.Decorator) -> bool:
+    node = decorator.decorator
+    text = cst.Module([]).code_for_node(node)
+    return text.rpartition(".")[2] in FUSING_DECORATORS or text == "torch.jit.script"
+
+
+class _Apply(cst.CSTTransformer):
+    """Puts the new expressions and statements in place of the old, node by node."""
+
+    def __init__(self, edits: Edits, unfused: set[cst.FunctionDef]) -> None:
+        super().__init__()
+        self.edits, self.unfused = edits, unfused
+
+    def on_visit(self, node):
+        if node in self.edits.expressions or self.edits.statements.get(node) is not None:
+            return False
+        return super().on_visit(node)
+
+    def on_leave(self, original, updated):
+        if original in self.edits.expressions:
+            return self.edits.expressions[original]()
+        if original in self.edits.statements:
+            build = self.edits.statements[original]
+            return cst.RemoveFromParent() if build is None else build()
+        return super().on_leave(original, updated)
+
+    def leave_IndentedBlock(self, original_node, updated_node):
+        return self._with_comments(original_node, updated_node)
+
+    def _with_comments(self, original_node, updated_node):
+        """Comments above a statement that goes stand above what follows it."""
+        kept = [s for s in original_node.body if self.edits.statements.get(s, s) is not None]
+        if len(kept) == len(original_node.body) or len(kept) != len(updated_node.body):
+            return updated_node
+        new = dict(zip(kept, updated_node.body, strict=True))
+        body, waiting = [], []
+        for statement in original_node.body:
+            if statement not in new:
+                waiting += statement.leading_lines
+                continue
+            line = new[statement]
+            if any(empty.comment is not None for empty in waiting):
+                line = line.with_changes(leading_lines=[*waiting, *line.leading_lines])
+            waiting = []
+            body.append(line)
+        return updated_node.with_changes(body=body)
+
+    def leave_FunctionDef(self, original_node, updated_node):
+        if original_node not in self.unfused:
+            return updated_node
+        kept = [d for d in updated_node.decorators if not _is_fuser(d)]
+        if len(kept) == len(updated_node.decorators):
+            return updated_node
+        return updated_node.with_changes(decorators=kept)
+
+
+def _with_import(tree: cst.Module) -> cst.Module:
+    """The import line, behind the docstring and the `from __future__` lines; once."""
+    position = 0
+    for index, statement in enumerate(tree.body):
+        if not isinstance(statement, cst.SimpleStatementLine):
+            break
+        first = statement.body[0]
+        if tree.code_for_node(statement.with_changes(leading_lines=[])).strip() == IMPORT:
+            return tree
+        docstring = index == 0 and isinstance(first, cst.Expr) and isinstance(first.value, cst.SimpleString)
+        future = isinstance(first, cst.ImportFrom) and getattr(first.module, "value", "") == "__future__"
+        if not (docstring or future):
+            break
+        position = index + 1
+    for statement in tree.body:
+        if isinstance(statement, cst.SimpleStatementLine):
+            if tree.code_for_node(statement.with_changes(leading_lines=[])).strip() == IMPORT:
+                return tree
+    line = cst.parse_statement(IMPORT)
+    lead = tree.body[position].leading_lines if position < len(tree.body) else ()
+    blank = [cst.EmptyLine(indent=False)] if position else []
+    body = [*tree.body[:position], line.with_changes(leading_lines=blank), *tree.body[position:]]
+    return tree.with_changes(body=body) if lead is not None else tree

@@ -1,0 +1,261 @@
+"""What rewritten code calls: the fused ops, taking the norm module and operands that broadcast as written.
+
+    adaln(norm, x, shift, scale)                            norm(x) * (1 + scale) + shift
+    residual_adaln(norm, residual, branch, gate, shift, scale)    r = residual + branch * gate, and adaln of r
+    gated_residual(residual, branch, gate)                  residual + branch * gate
+Never wrong, at worst slower: a norm that is not provably LayerNorm or RMSNorm (recognised.py), operands that do
+not fit the op's layouts (broadcasting.py), or dtypes that the op does not take, get the expression in eager
+PyTorch. An affine norm's weight and bias are read inside that norm's own forward (`prepare`), where ZeRO-3 has
+gathered them and compiled engines expect them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from al_deepspeed.ops import gated_residual as fused_gated_residual
+from al_deepspeed.patching.broadcasting import Fitted, fit
+from al_deepspeed.patching.prepared import (
+    is_free,
+    is_prepared,
+    leave,
+    left_alone,
+    prepare,
+    run,
+    run_prepared,
+)
+from al_deepspeed.patching.recognised import Known, LayerNormCall, recognise
+
+__all__ = [
+    "LayerNormCall",
+    "adaln",
+    "cast",
+    "gated_residual",
+    "leave",
+    "left_alone",
+    "prepare",
+    "residual_adaln",
+    "set_checker",
+    "then",
+]
+
+Tensor = torch.Tensor
+DTypeLike = torch.dtype | str | None
+Checker = Callable[[str, Callable, Callable, tuple], Any]
+
+
+@dataclass
+class _Checking:
+    checker: Checker | None = None
+
+
+_checking = _Checking()
+
+
+def set_checker(checker: Checker | None) -> None:
+    """Have calls that carry their original go through `checker(site, original, fused, operands)`.
+
+    Both callables take the operands, norm first where there is one, and return the same outputs.
+    """
+    _checking.checker = checker
+
+
+def adaln(
+    norm,
+    x: Tensor,
+    shift: Tensor | None = None,
+    scale: Tensor | None = None,
+    *,
+    out_dtype: DTypeLike = None,
+    norm_dtype: DTypeLike = None,
+    in_dtype: DTypeLike = None,
+    site: str | None = None,
+    original: Callable | None = None,
+) -> Tensor:
+    """norm(x) * (1 + scale) + shift.
+
+    Args:
+        out_dtype, norm_dtype, in_dtype: what the result, the norm's output or its input was cast to; without
+            any the result has the dtype that the expression has. A name ("float32") or a torch dtype.
+    """
+
+    def fused(norm, x, shift=None, scale=None):
+        casts = Casts(dtype_of(out_dtype), dtype_of(norm_dtype), dtype_of(in_dtype))
+        return _adaln(norm, x, shift, scale, casts)
+
+    operands = (norm, x, *_given(shift, scale))
+    if original is not None and _checking.checker is not None:
+        return _checking.checker(site, original, fused, operands)
+    return fused(*operands)
+
+
+def residual_adaln(
+    norm,
+    residual: Tensor,
+    branch: Tensor,
+    gate: Tensor | None = None,
+    shift: Tensor | None = None,
+    scale: Tensor | None = None,
+    *,
+    residual_dtype: DTypeLike = None,
+    out_dtype: DTypeLike = None,
+    norm_dtype: DTypeLike = None,
+    in_dtype: DTypeLike = None,
+    site: str | None = None,
+    original: Callable | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The new residual, and norm(new residual) * (1 + scale) + shift.
+
+    Args:
+        residual_dtype: what the sum was cast to. The other dtypes as in `adaln`; "residual" is the new
+            residual's own.
+    """
+
+    def fused(norm, residual, branch, gate=None, shift=None, scale=None):
+        sum_dtype = dtype_of(residual_dtype) or promoted(residual, branch, gate)
+        casts = Casts(*(dtype_of(d, sum_dtype) for d in (out_dtype, norm_dtype, in_dtype)))
+        return _residual_adaln(norm, residual, branch, gate, shift, scale, sum_dtype, casts)
+
+    operands = (norm, residual, branch, *_given(gate, shift, scale))
+    if original is not None and _checking.checker is not None:
+        return _checking.checker(site, original, fused, operands)
+    return fused(*operands)
+
+
+def gated_residual(
+    residual: Tensor,
+    branch: Tensor,
+    gate: Tensor,
+    *,
+    residual_dtype: DTypeLike = None,
+    site: str | None = None,
+    original: Callable | None = None,
+) -> Tensor:
+    """residual + branch * gate, cast to residual_dtype where one is given."""
+
+    def fused(residual, branch, gate):
+        return _gated_residual(
+            residual, branch, gate, dtype_of(residual_dtype) or promoted(residual, branch, gate)
+        )
+
+    if original is not None and _checking.checker is not None:
+        return _checking.checker(site, original, fused, (residual, branch, gate))
+    return fused(residual, branch, gate)
+
+
+def cast(value: Tensor, dtype: DTypeLike) -> Tensor:
+    """For the originals: `value` in a dtype given as in the ops above."""
+    return value.to(dtype_of(dtype))
+
+
+def then(first: Tensor, following: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """For the originals: a new residual, and what follows from it."""
+    return first, following(first)
+
+
+def _given(*operands):
+    """Without the Nones at the end, so that `original` and `fused` take the same operands."""
+    while operands and operands[-1] is None:
+        operands = operands[:-1]
+    return operands
+
+
+# dtypes ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Casts:
+    """What y, the norm's output and the norm's input were cast to; None where there was no cast."""
+
+    out: torch.dtype | None = None
+    norm: torch.dtype | None = None
+    x: torch.dtype | None = None
+
+
+def dtype_of(dtype: DTypeLike, residual: torch.dtype | None = None) -> torch.dtype | None:
+    if isinstance(dtype, str):
+        return residual if dtype == "residual" else getattr(torch, dtype)
+    return dtype
+
+
+def promoted(*operands) -> torch.dtype:
+    """The dtype of their sum or product by PyTorch's rules: numbers and 0-dim tensors weigh less."""
+    given = [operand for operand in operands if operand is not None]
+    result = given[0]
+    dtype = result.dtype
+    for operand in given[1:]:
+        if isinstance(operand, Tensor) and operand.dim() > 0 and operand.dtype != dtype:
+            dtype = torch.promote_types(dtype, operand.dtype)
+    return dtype
+
+
+def _result_dtype(casts: Casts, normed: torch.dtype, shift, scale) -> torch.dtype:
+    if casts.out is not None:
+        return casts.out
+    dtype = normed if casts.norm is None else casts.norm
+    for operand in (scale, shift):
+        if isinstance(operand, Tensor) and operand.dim() > 0:
+            dtype = torch.promote_types(dtype, operand.dtype)
+    return dtype
+
+
+# The ops, or the same in eager PyTorch --------------------------------------------------------------------
+
+
+def _adaln(norm, x, shift, scale, casts: Casts) -> Tensor:
+    known = _known(norm, x, casts.x or x.dtype)
+    fitted = None if known is None else fit(x, None, None, shift, scale)
+    if fitted is None:
+        return _eager_adaln(norm, x, shift, scale, casts)
+    return _run(norm, known, fitted, _result_dtype(casts, known.out_dtype, shift, scale))
+
+
+def _residual_adaln(norm, residual, branch, gate, shift, scale, sum_dtype, casts: Casts):
+    known = _known(norm, residual, casts.x or sum_dtype) if _wider(sum_dtype, residual.dtype) else None
+    fitted = None if known is None else fit(residual.to(sum_dtype), branch, gate, shift, scale)
+    if fitted is None:
+        residual = _gated_residual(residual, branch, gate, sum_dtype)
+        return residual, _adaln(norm, residual, shift, scale, casts)
+    return _run(norm, known, fitted, _result_dtype(casts, known.out_dtype, shift, scale))
+
+
+def _known(norm, x: Tensor, dtype: torch.dtype) -> Known | None:
+    """What the norm computes, when the op may compute it in its place."""
+    known = recognise(norm, x, dtype) if is_free(norm) else None
+    if known is not None and known.affine and not is_prepared(norm) and not prepare(norm):
+        return None
+    return known
+
+
+def _run(norm, known: Known, fitted: Fitted, out_dtype: torch.dtype):
+    if known.affine:
+        return run_prepared(norm, known, fitted, out_dtype)
+    return run(known, known.weight, known.bias, fitted, out_dtype)
+
+
+def _gated_residual(residual, branch, gate, sum_dtype: torch.dtype) -> Tensor:
+    fits = gate is not None and _wider(sum_dtype, residual.dtype)
+    fitted = fit(residual.to(sum_dtype), branch, gate, None, None) if fits else None
+    if fitted is None:
+        return _eager_sum(residual, branch, gate, sum_dtype)
+    return fused_gated_residual(fitted.x, fitted.branch, fitted.gate, layout=fitted.layout)
+
+
+def _wider(dtype: torch.dtype, than: torch.dtype) -> bool:
+    return torch.promote_types(dtype, than) == dtype
+
+
+def _eager_sum(residual, branch, gate, dtype: torch.dtype) -> Tensor:
+    return (residual + (branch if gate is None else branch * gate)).to(dtype)
+
+
+def _eager_adaln(norm, x, shift, scale, casts: Casts) -> Tensor:
+    y = norm(x if casts.x is None else x.to(casts.x))
+    y = y if casts.norm is None else y.to(casts.norm)
+    y = y if scale is None else y * (1 + scale)
+    y = y if shift is None else y + shift
+    return y if casts.out is None else y.to(casts.out)
