@@ -6,6 +6,7 @@ never trained on and comes again; so does a step that a stop cut short between t
 """
 
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from al_deepspeed.telemetry import (
     planned_figures,
     step_counts,
 )
+from al_deepspeed.universal import load_at_any_size
 from al_deepspeed.watchdog import Watchdog
 
 CHECKPOINT_KEY = "al_deepspeed"
@@ -206,11 +208,13 @@ class Coupling(Listener):
         return save
 
     def _wrap_load(self, load_checkpoint: Callable) -> Callable:
-        def load(load_dir, *args: Any, load_module_only: bool = False, **kwargs: Any) -> Any:
+        def load(*args: Any, **kwargs: Any) -> Any:
             self._watchdog.end()
-            path, client_state = load_checkpoint(load_dir, *args, load_module_only=load_module_only, **kwargs)
+            options = signature(load_checkpoint).bind(*args, **kwargs).arguments
+            options.setdefault("tag", None)
+            path, client_state = load_at_any_size(self._engine, load_checkpoint, **options)
             state = (client_state or {}).pop(CHECKPOINT_KEY, None)
-            if path is not None and not load_module_only:
+            if path is not None and not options.get("load_module_only", False):
                 with together():
                     self._restore(state, path)
             return path, client_state
