@@ -11,7 +11,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=$1
-deadline=$((SECONDS + ${2:-10} * 60 - 20))
+deadline=$((SECONDS + $(python -c "import sys; print(round(60 * float(sys.argv[1])))" "${2:-10}") - 20))
 size=${3:-}
 work=$(mktemp -d)
 trap 'rm -rf "$work"; rm -f /dev/shm/deepspeed_allreduce_buffer_*_29790_*' EXIT
@@ -39,22 +39,22 @@ within_time() { # COMMAND...: says how it ended when that was not well
 
 speed() {
     [ -d "$work/corpus" ] || python benchmarks/workload_corpus.py "$work/corpus" "$samples"
-    model+=(--set "$batching.manifest=$work/corpus/manifest.parquet"
-        --set "$batching.max_tokens=$((longest * 22 / 10))"
-        --set "$batching.max_cost=null" --set "$batching.exponent=null")
+    local max_tokens=$((longest * 22 / 10))
+    model+=(--set "$batching.manifest=$work/corpus/manifest.parquet")
     for op in eager fused; do
         local enabled=false
         [ "$op" = eager ] || enabled=true
         local own=("${model[@]}" --set "fused_adaln={\"enabled\": $enabled}")
         within_time al-deepspeed calibrate --deepspeed-config launch/configs/zero3.json \
             --factory launch.train_wan:calibration --launcher "${launcher[*]}" --budget "$scan" \
-            --manifest "$work/corpus/manifest.parquet" --max-tokens "$((longest * 22 / 10))" \
+            --manifest "$work/corpus/manifest.parquet" --max-tokens "$max_tokens" \
             --out "$work/calibration_$op.json" -- "${own[@]}" >"$out/calibrate_$op.log" 2>&1
         tail -n 3 "$out/calibrate_$op.log"
         # Both ops run the plans of the eager calibration: the same micro-batches.
         within_time deepspeed "${launcher[@]}" benchmarks/multi_gpu.py "$work/$op" \
             --config launch/configs/zero3.json "${own[@]}" \
-            --set "$batching.calibration=$work/calibration_eager.json" >"$out/train_$op.log" 2>&1
+            --set "$batching.calibration=$work/calibration_eager.json" --set "$batching.max_tokens=$max_tokens" \
+            --set "$batching.max_cost=null" --set "$batching.exponent=null" >"$out/train_$op.log" 2>&1
         tail -n 3 "$out/train_$op.log"
     done
     python benchmarks/multi_gpu_report.py "$work" "$out" | tee "$out/multi_gpu.txt"

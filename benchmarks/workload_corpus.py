@@ -28,7 +28,7 @@ def counts(samples: int, *, tiny: bool) -> dict[tuple[int, int, int], int]:
     for row in rows:
         frames, *sides = (int(row[f"latent_{side}"]) for side in ("frames", "height", "width"))
         if tiny:
-            sides = [max(2, 2 * round(side / 20)) for side in sides]
+            sides = [max(4, 2 * round(side / 20)) for side in sides]
         number = max(1, round(samples * float(row["weight_percent"]) / 100))
         shape = (frames, *sides)
         found[shape] = found.get(shape, 0) + number
