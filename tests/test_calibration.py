@@ -173,6 +173,23 @@ def test_a_slow_floor_in_a_short_budget_still_leaves_points_to_fit():
     assert len(points) >= 7
 
 
+def test_a_noisy_floor_in_a_short_budget_still_leaves_points_to_fit():
+    """Three points that seem to grow steeply: no other is predicted to fit, yet three are too few."""
+    noisy = [point(1, 9, ms=600.0), point(2, 9, ms=690.0), point(4, 9, ms=900.0)]
+    choices = candidates([9, 60, 300], 4)
+    place = next_candidate(choices, noisy, Allowance(20.0, 1.0, limit_gb=90.0))
+    assert (choices.batch_size[place], choices.tokens[place]) == (1, 60)
+    assert next_candidate(choices, noisy, Allowance(20.0, -0.1, limit_gb=90.0)) is None
+
+
+def test_a_floor_does_not_hide_that_longer_samples_are_affordable():
+    """9 to 60 tokens, where all takes 0.4 s: B*S^2 would be 44 times as slow, and too slow for the budget."""
+    flat = [point(1, 9, ms=400.0), point(2, 9, ms=401.0), point(4, 9, ms=402.0)]
+    choices = candidates([9, 60, 300], 4)
+    place = next_candidate(choices, flat, Allowance(20.0, 18.0, limit_gb=90.0))
+    assert (choices.batch_size[place], choices.tokens[place]) in {(1, 60), (4, 60), (1, 300)}
+
+
 def test_no_point_is_predicted_to_pass_the_memory_limit():
     """1.1 * (10 + B*S / 1000) GB reserved: 50 GB at 35,454 tokens; near it, not above."""
     points = simulate([256, 1024, 4096, 16384, 65536], lambda used: Allowance(1e4, 1e4 - used, limit_gb=50.0))

@@ -40,7 +40,7 @@ def test_a_batch_of_any_size_and_shape_trains_the_runs_model(calibration, tmp_pa
     assert batch["noisy"].shape == batch["target"].shape == (3, CHANNELS, 5, 6, 10)
     assert batch["text"].shape == (3, TEXT_LENGTH, TEXT_DIM) and batch["timestep"].shape == (3,)
     value = loss(model, batch)
-    prediction = model(batch["noisy"], batch["timestep"], batch["text"].float(), return_dict=False)[0]
+    prediction = model(batch["noisy"], batch["timestep"], batch["text"], return_dict=False)[0]
     assert value.item() == pytest.approx((prediction - batch["target"]).square().mean().item())
     value.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())

@@ -12,11 +12,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+from al_deepspeed.calibration.points import OUT_OF_MEMORY, Point
+from al_deepspeed.calibration.workload import Shape
 
 FAILED, SAVED, LEFT = "al_calibration/failed", "al_calibration/saved", "al_calibration/left"
 POLL_S = 0.2
@@ -30,6 +34,23 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
     )
+
+
+def failed_point(failure: dict) -> Point:
+    """What `sound` told, as a point without measurements; says so on standard error."""
+    point = Point(
+        failure["batch_size"],
+        failure["tokens"],
+        None,
+        shape=tuple(failure["shape"]),
+        status=OUT_OF_MEMORY,
+    )
+    print(
+        f"rank {failure['rank']} could not allocate memory at B = {point.batch_size}, S = {point.tokens}: "
+        "the point is marked and the scan ends with what it has.",
+        file=sys.stderr,
+    )
+    return point
 
 
 class Alarm:
@@ -57,6 +78,16 @@ class Alarm:
         self._store.set(FAILED, json.dumps(failure))
         time.sleep(2 * SAVING_S)
         os._exit(1)
+
+    @contextmanager
+    def guards(self, batch_size: int, shape: Shape, tokens: int) -> Iterator[None]:
+        """Turns a failed allocation inside, while this point is measured, into the end on every rank."""
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self.sound({"rank": self._rank, "batch_size": batch_size, "shape": shape, "tokens": tokens})
 
     def close(self) -> None:
         """The scan is over without a failure."""

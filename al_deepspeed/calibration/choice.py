@@ -21,6 +21,7 @@ from al_deepspeed.calibration.robust import FloatArray
 
 GROWTH = 8.0
 SLOPE_MARGIN = 1.25
+LEAST_GROWING_SHARE = 0.1  # of the largest point's time, as long as nothing is seen to grow
 SHARE_OF_BUDGET = 0.1
 SHARE_OF_LONGEST = 0.4  # the longest sample alone: a calibration should hardly ever lack it
 RUNS_A_POINT = 3.5  # a warm-up, at least two repeats, and what lies between
@@ -28,7 +29,7 @@ POINTS_BEFORE_FIT = 6
 POINTS_ENOUGH = 10  # before these, a point may take more than its share of the budget
 PROVISIONAL = Variant("roofline", "hard")
 DOUBT_A_DOUBLING = 0.01
-CERTAIN = 0.015
+CERTAIN = 0.008  # so that a budget that lasts is spent on every pair
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,8 @@ def next_candidate(choices: Candidates, points: Sequence[Point], allowance: Allo
     if not measured(points):
         return None if points else int(np.argmin(choices.load))
     seconds = RUNS_A_POINT * expected_ms(choices, points) / 1e3
-    safe = _free(choices, points) & _within_memory(choices, points, allowance.limit_gb)
-    safe &= seconds <= allowance.left_s
+    fits = _free(choices, points) & _within_memory(choices, points, allowance.limit_gb)
+    safe = fits & (seconds <= allowance.left_s)
     short = safe & (seconds <= SHARE_OF_BUDGET * allowance.budget_s)
     longest, shortest = choices.tokens.max(), choices.tokens.min()
     alone = choices.batch_size == 1
@@ -80,24 +81,44 @@ def next_candidate(choices: Candidates, points: Sequence[Point], allowance: Allo
         beyond = edge & allowed & (choices.load > reached)
         if beyond.any():
             return int(np.argmax(np.where(beyond, choices.load, -1)))
-    if not short.any() and len(measured(points)) < POINTS_ENOUGH and safe.any():
-        return int(np.argmin(np.where(safe, seconds, np.inf)))  # too few points are worse than a long one
     if not short.any():
-        return None
+        late = fits & (allowance.left_s > 0) & (len(measured(points)) <= POINTS_BEFORE_FIT)
+        return _cheapest(safe if safe.any() else late, seconds, len(measured(points)))
     doubts = np.where(short, doubt(choices, points), -1.0)
     best = int(np.argmax(doubts))
     return best if doubts[best] > CERTAIN else None
 
 
+def _cheapest(allowed: np.ndarray, seconds: FloatArray, points: int) -> int | None:
+    """While points are too few: the one that takes least, though more than its share, or until too late."""
+    if points >= POINTS_ENOUGH or not allowed.any():
+        return None
+    return int(np.argmin(np.where(allowed, seconds, np.inf)))
+
+
 def expected_ms(choices: Candidates, points: Sequence[Point]) -> FloatArray:
-    """Predicted time of each candidate: by the provisional fit, or before it by quadratic growth at worst."""
+    """Predicted time of each candidate: by the provisional fit, or before it by what growth there can be.
+
+    At worst time grows with B*S^2. That is far too much where a floor hides the batch's own time, so the
+    growth seen between the points counts too, from the second on.
+    """
     data = columns(points)
     if len(data) > POINTS_BEFORE_FIT:
         model = fit_once(PROVISIONAL, data.batch_size, data.tokens, data.ms)
         return model.cost(choices.batch_size, choices.tokens)
-    more = np.maximum(1, choices.load[:, None] / (data.batch_size * data.tokens))
+    load = data.batch_size * data.tokens
+    more = np.maximum(1, choices.load[:, None] / load)
     longer = np.maximum(1, choices.tokens[:, None] / data.tokens)
-    return (data.ms * more * longer).min(axis=1)
+    at_worst = (data.ms * more * longer).min(axis=1)
+    loads, place = np.unique(load, return_inverse=True)
+    if len(loads) == 1:
+        return at_worst
+    slowest = np.zeros(len(loads))
+    np.maximum.at(slowest, place, data.ms)
+    seen = SLOPE_MARGIN * (np.diff(slowest) / np.diff(loads)).max()
+    slope = max(seen, LEAST_GROWING_SHARE * slowest[-1] / loads[-1])
+    beyond = np.maximum(0, choices.load * longer.min(axis=1) - loads[-1])
+    return np.minimum(at_worst, slowest.max() + slope * beyond)
 
 
 def expected_gb(load: np.ndarray, points: Sequence[Point]) -> FloatArray:

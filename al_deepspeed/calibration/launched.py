@@ -5,7 +5,6 @@ import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import deepspeed
 import torch.distributed as dist
@@ -13,10 +12,10 @@ from deepspeed.accelerator import get_accelerator
 
 import al_deepspeed
 from al_deepspeed.agreement import together
-from al_deepspeed.calibration import assemble, file, scan, show
+from al_deepspeed.calibration import assemble, check, file, scan, show
 from al_deepspeed.calibration.measure import Meter
 from al_deepspeed.calibration.setting import current_setting, scan_config
-from al_deepspeed.calibration.workload import Shape, load_factory
+from al_deepspeed.calibration.workload import Shape, load_factory, read_shape
 from al_deepspeed.config import load_config
 from al_deepspeed.data.manifest import read_manifest
 from al_deepspeed.errors import AdaptiveLoadError, CalibrationError
@@ -33,7 +32,12 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("--factory", required=True, metavar="PKG.MOD:FUNCTION", help="model and batches")
     arguments.add_argument("--manifest", type=Path, help="its shapes are scanned (default: ds_config's)")
     arguments.add_argument("--shapes", type=shapes, default=(), help="FxHxW,... in place of a manifest's")
-    arguments.add_argument("--patch", type=shape, default=(1, 2, 2), metavar="FxHxW", help="with --shapes")
+    arguments.add_argument(
+        "--patch", type=shape, default=(1, 2, 2), metavar="FxHxW", help="with listed shapes"
+    )
+    arguments.add_argument("--calibration", type=Path, metavar="FILE", help="no scan: --check this one")
+    arguments.add_argument("--check", type=Path, metavar="CSV", help="measure these too: columns B, shape")
+    arguments.add_argument("--check-out", type=Path, metavar="FILE", help="default: the CSV as .json")
     arguments.add_argument("--out", type=Path, default=Path("calibration.json"))
     arguments.add_argument("--plot", type=Path, help="default: OUT as .png")
     arguments.add_argument("--budget", type=seconds, default=300.0, metavar="5m", help="time for the scan")
@@ -51,12 +55,12 @@ def parser() -> argparse.ArgumentParser:
 
 def shape(text: str) -> Shape:
     """`5x60x104` as a tuple."""
-    sides = text.split("x")
-    if len(sides) != 3 or not all(side.isdigit() and int(side) > 0 for side in sides):
+    sides = read_shape(text)
+    if sides is None:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no shape; allowed: frames x height x width, as 5x60x104"
         )
-    return tuple(int(side) for side in sides)
+    return sides
 
 
 def shapes(text: str) -> tuple[Shape, ...]:
@@ -78,34 +82,69 @@ def seconds(text: str) -> float:
 
 @dataclass(frozen=True)
 class Task:
-    """What all ranks have read and agreed on. corpus: None where shapes were listed."""
+    """What all ranks have read and agreed on.
+
+    shapes, tokens: to scan; corpus: what they are from, None where they were listed.
+    max_tokens: M_mem where it is given, not to be measured.
+    calibration: what to check in place of the scan's own. requests: the points to check, () for none.
+    """
 
     config: dict
     shapes: tuple[Shape, ...]
     tokens: tuple[int, ...]
     corpus: Corpus | None
+    max_tokens: int | None
+    calibration: file.Calibration | None
+    requests: tuple[check.Request, ...]
 
 
 def read_task(arguments: argparse.Namespace) -> Task:
-    """The ds_config, and the shapes from the list, the manifest given, or the one that ds_config names."""
+    """The ds_config, the shapes, and what is to be checked.
+
+    A ds_config that states max_tokens beside its calibration overrules the latter's M_mem in the run, so here
+    too. A manifest given here takes the place of the ds_config's, for the factory as well.
+    """
     config = load_config(arguments.deepspeed_config)
-    if arguments.shapes:
-        tokens = tuple(latent_tokens(*one, patch=arguments.patch) for one in arguments.shapes)
-        return Task(config, arguments.shapes, tokens, None)
     sampling = config.get("data_efficiency", {}).get("data_sampling", {})
-    manifest = arguments.manifest or sampling.get("dual_constraint_batching", {}).get("manifest")
+    batching = sampling.get("dual_constraint_batching", {})
+    if arguments.manifest and batching:
+        batching["manifest"] = str(arguments.manifest)
+    arguments.check_out = arguments.check_out or (arguments.check and arguments.check.with_suffix(".json"))
+    if arguments.check and arguments.check == arguments.check_out:
+        raise CalibrationError(f"--check-out is {arguments.check}, which --check reads; give another file.")
+    stated = batching.get("max_tokens") if batching.get("calibration") else None
+    corpus, shapes = _scanned(arguments, batching.get("manifest"))
+    return Task(
+        config=config,
+        shapes=shapes,
+        tokens=tuple(latent_tokens(*one, patch=arguments.patch) for one in shapes)
+        if corpus is None
+        else tuple(map(int, corpus.tokens)),
+        corpus=corpus,
+        max_tokens=arguments.max_tokens or stated,
+        calibration=file.read_calibration(arguments.calibration) if arguments.calibration else None,
+        requests=check.read_points(arguments.check, arguments.patch) if arguments.check else (),
+    )
+
+
+def _scanned(arguments: argparse.Namespace, named: str | None) -> tuple[Corpus | None, tuple[Shape, ...]]:
+    """The shapes to scan, from the list, the manifest given, or the one that ds_config names."""
+    if arguments.calibration:
+        return None, ()
+    if arguments.shapes:
+        return None, arguments.shapes
+    manifest = arguments.manifest or named
     if not manifest:
         raise CalibrationError(
             "no shapes to scan: give --manifest FILE or --shapes 1x32x32,5x60x104, or a ds_config whose "
             "dual_constraint_batching names a manifest."
         )
     corpus = read_manifest(manifest).corpus()
-    corpus_shapes = tuple(tuple(map(int, sides)) for sides in corpus.shapes)
-    return Task(config, corpus_shapes, tuple(map(int, corpus.tokens)), corpus)
+    return corpus, tuple(tuple(map(int, sides)) for sides in corpus.shapes)
 
 
 def calibration_of(
-    progress: scan.Progress, arguments: argparse.Namespace, setting: file.Setting, corpus: Corpus | None
+    progress: scan.Progress, arguments: argparse.Namespace, setting: file.Setting, task: Task
 ) -> file.Calibration:
     """The scan's calibration, with M_comp for the corpus where there is one and M_mem is known."""
     result = assemble.calibrate(
@@ -113,25 +152,23 @@ def calibration_of(
         replace(setting, capacity_gb=progress.capacity_gb),
         form=arguments.form,
         memory_fraction=arguments.memory_fraction,
-        max_tokens=arguments.max_tokens,
+        max_tokens=task.max_tokens,
     )
-    if corpus is None or result.max_tokens is None:
+    if task.corpus is None or result.max_tokens is None:
         return result
-    return assemble.with_budget(result, corpus, arguments.world_size)
+    return assemble.with_budget(result, task.corpus, arguments.world_size)
 
 
 def publish(result: file.Calibration, arguments: argparse.Namespace, corpus: Corpus | None) -> None:
     """File, picture and table; on rank 0."""
-    from rich.console import Console
-
     file.write_calibration(result, arguments.out)
     show.draw(result, arguments.plot or arguments.out.with_suffix(".png"))
-    show.print_calibration(result, Console(), corpus if result.curve else None)
+    show.print_calibration(result, show.terminal(), corpus if result.curve else None)
     print(f"calibration written to {arguments.out}")
 
 
-def run(arguments: argparse.Namespace) -> file.Calibration:
-    """Scans and calibrates. Collective; returns the same calibration on every rank."""
+def run(arguments: argparse.Namespace) -> None:
+    """Scans and calibrates, or takes a calibration; then checks it where asked to. Collective."""
     with together():
         task = read_task(arguments)
         factory = load_factory(arguments.factory)
@@ -144,12 +181,14 @@ def run(arguments: argparse.Namespace) -> file.Calibration:
     engine.train()
     arguments.world_size = arguments.world_size or data_ranks(engine).size
     setting = current_setting(engine, task.config)
-    return _scan(engine, synthetic, arguments, task, setting)
+    meter = Meter(engine, synthetic, arguments.most_repeats)
+    calibration = task.calibration or _scan(meter, arguments, task, setting)
+    if task.requests:
+        _check(meter, calibration, arguments, task, setting)
 
 
-def _scan(
-    engine: Any, synthetic: Any, arguments: argparse.Namespace, task: Task, setting: file.Setting
-) -> file.Calibration:
+def _scan(meter: Meter, arguments: argparse.Namespace, task: Task, setting: file.Setting) -> file.Calibration:
+    """The same calibration on every rank."""
     beside = arguments.out.with_name(arguments.out.name + ".scan")
     progress = [scan.Progress()]
     with together():
@@ -159,7 +198,7 @@ def _scan(
 
     def end_early(partial: scan.Progress) -> int:
         try:
-            publish(calibration_of(partial, arguments, setting, task.corpus), arguments, task.corpus)
+            publish(calibration_of(partial, arguments, setting, task), arguments, task.corpus)
         except AdaptiveLoadError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             return 1
@@ -184,17 +223,39 @@ def _scan(
             flush=True,
         )
 
-    meter = Meter(engine, synthetic, arguments.most_repeats)
     finished = scan.Scan(meter, options, progress[0], record=record, finish=end_early).run()
     result: list[dict] = [{}]
     with together():
         if dist.get_rank() == 0:
-            calibration = calibration_of(finished, arguments, setting, task.corpus)
+            calibration = calibration_of(finished, arguments, setting, task)
             publish(calibration, arguments, task.corpus)
             beside.unlink(missing_ok=True)
             result = [calibration.to_dict()]
     dist.broadcast_object_list(result, src=0)
     return file.parse_calibration(result[0], str(arguments.out))
+
+
+def _check(
+    meter: Meter,
+    calibration: file.Calibration,
+    arguments: argparse.Namespace,
+    task: Task,
+    setting: file.Setting,
+) -> None:
+    """Measures the points to be checked; rank 0 writes and prints what came of them."""
+    warnings = calibration.mismatches(setting)
+
+    def record(rows: list[check.Checked]) -> None:
+        file.write_json({"warnings": warnings, **check.to_dict(rows)}, arguments.check_out)
+        print(f"checked {len(rows)} of {len(task.requests)} points", flush=True)
+
+    limit_gb = arguments.memory_fraction * (arguments.capacity_gb or meter.capacity_gb())
+    rows = check.Check(meter, calibration, limit_gb, record).run(task.requests)
+    if dist.get_rank() == 0:
+        for warning in warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        show.terminal().print(check.table(rows))
+        print(f"check written to {arguments.check_out}")
 
 
 def main() -> int:

@@ -103,8 +103,8 @@ def read_scan(path: Path) -> tuple[Point, ...]:
     rows = read_csv(path, ("B", "S", "ms"))
     return tuple(
         Point(
-            batch_size=_number(path, line, row, "B", int),
-            tokens=_number(path, line, row, "S", int),
+            batch_size=whole_number(path, line, row, "B"),
+            tokens=whole_number(path, line, row, "S"),
             ms=_number(path, line, row, "ms", float),
             peak_gb=_number(path, line, row, "peak_GB", float) if row.get("peak_GB") else None,
         )
@@ -117,8 +117,8 @@ def read_requests(path: Path) -> tuple[list[int], list[int]]:
     rows = read_csv(path, ("B", "S"))
     numbered = list(enumerate(rows, start=2))
     return (
-        [_number(path, line, row, "B", int) for line, row in numbered],
-        [_number(path, line, row, "S", int) for line, row in numbered],
+        [whole_number(path, line, row, "B") for line, row in numbered],
+        [whole_number(path, line, row, "S") for line, row in numbered],
     )
 
 
@@ -138,6 +138,11 @@ def read_csv(path: Path, required: Sequence[str]) -> list[dict[str, str]]:
     if not rows:
         raise CalibrationError(f"{path} has a header and no rows. Give at least one point.")
     return rows
+
+
+def whole_number(path: Path, line: int, row: Mapping[str, str], name: str) -> int:
+    """A cell of a CSV that must be a whole number above 0."""
+    return _number(path, line, row, name, int)
 
 
 def _number(path: Path, line: int, row: Mapping[str, str], name: str, kind: type) -> float:

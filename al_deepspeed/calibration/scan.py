@@ -5,21 +5,19 @@ the calibration's own file, so that a scan that was killed goes on with --resume
 """
 
 import json
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
-from al_deepspeed.calibration.alarm import Alarm, is_out_of_memory
+from al_deepspeed.calibration.alarm import Alarm, failed_point
 from al_deepspeed.calibration.assemble import MEMORY_FRACTION
 from al_deepspeed.calibration.choice import SHARE_OF_BUDGET, Allowance, candidates, next_candidate
 from al_deepspeed.calibration.file import Setting, write_json
 from al_deepspeed.calibration.measure import Meter
-from al_deepspeed.calibration.points import OUT_OF_MEMORY, Point, measured
+from al_deepspeed.calibration.points import Point, measured
 from al_deepspeed.calibration.spread import busy_ms
 from al_deepspeed.calibration.workload import Shape
 from al_deepspeed.errors import CalibrationError
@@ -108,13 +106,13 @@ class Scan:
         """Measures until the budget is used or no point is in doubt. Collective; equal on every rank."""
         alarm = Alarm(self._end_early)
         batch_size, shape, tokens = self._pair(int(self._choices.load.argmin()))
-        with self._guarded(alarm, batch_size, shape, tokens):
+        with alarm.guards(batch_size, shape, tokens):
             self._meter.prepare(batch_size, shape)
         self._progress.capacity_gb = self._options.capacity_gb or self._meter.capacity_gb()
         while (choice := self._next()) is not None:
             place, deadline_s = choice
             batch_size, shape, tokens = self._pair(place)
-            with self._guarded(alarm, batch_size, shape, tokens):
+            with alarm.guards(batch_size, shape, tokens):
                 point = self._meter.measure(batch_size, shape, tokens, deadline_s)
             self._note(point)
         self._tell_ranks_apart(alarm)
@@ -163,34 +161,12 @@ class Scan:
                 left_ms -= RUNS_A_PROBE * point.ms
                 probed.append(point)
         for point in probed or points[-1:]:
-            with self._guarded(alarm, point.batch_size, point.shape, point.tokens):
+            with alarm.guards(point.batch_size, point.shape, point.tokens):
                 batch, loss = self._meter.batch(point.batch_size, point.shape)
                 self._meter.run(batch, loss)
                 rank_ms = busy_ms(partial(self._meter.run, batch, loss), self._meter.device)
             self._note(replace(point, rank_ms=tuple(rank_ms)))
 
-    @contextmanager
-    def _guarded(self, alarm: Alarm, batch_size: int, shape: Shape, tokens: int) -> Iterator[None]:
-        """Turns a failed allocation inside into the end of the scan on every rank."""
-        try:
-            yield
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            alarm.sound({"rank": dist.get_rank(), "batch_size": batch_size, "shape": shape, "tokens": tokens})
-
     def _end_early(self, failure: dict) -> int:
-        point = Point(
-            failure["batch_size"],
-            failure["tokens"],
-            None,
-            shape=tuple(failure["shape"]),
-            status=OUT_OF_MEMORY,
-        )
-        print(
-            f"rank {failure['rank']} could not allocate memory at B = {point.batch_size}, "
-            f"S = {point.tokens}: the point is marked and the scan ends with what it has.",
-            file=sys.stderr,
-        )
-        self._note(point)
+        self._note(failed_point(failure))
         return self._finish(self._progress)

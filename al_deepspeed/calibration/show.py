@@ -15,6 +15,13 @@ from al_deepspeed.scheduling.cost import cost_to_dict
 from al_deepspeed.scheduling.shapes import Corpus
 
 CURVES_AT_MOST = 6  # batch sizes drawn as curves; more are hard to tell apart
+TABLE_WIDTH = 120
+
+
+def terminal() -> Console:
+    """Standard output; wide enough for every table where it goes to a file."""
+    console = Console()
+    return console if console.is_terminal else Console(width=TABLE_WIDTH)
 
 
 def print_calibration(calibration: Calibration, console: Console, corpus: Corpus | None = None) -> None:

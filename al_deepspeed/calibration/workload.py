@@ -32,6 +32,14 @@ Synthetic = Callable[[int, Shape], tuple[Any, Loss]]
 Factory = Callable[[list[str], dict], tuple[torch.nn.Module, Synthetic]]
 
 
+def read_shape(text: str) -> Shape | None:
+    """`5x60x104` as (5, 60, 104); None where it is no shape."""
+    sides = text.split("x")
+    if len(sides) != 3 or not all(side.isdigit() and int(side) > 0 for side in sides):
+        return None
+    return int(sides[0]), int(sides[1]), int(sides[2])
+
+
 def load_factory(name: str) -> Factory:
     """The function that `pkg.mod:function` names; modules of the working directory are found too."""
     module_name, separator, function_name = name.partition(":")

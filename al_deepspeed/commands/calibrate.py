@@ -51,10 +51,21 @@ def run(
         typer.Option(help="Refit --calibration C from this run's telemetry; C is left out to fit anew."),
     ] = None,
     calibration: Annotated[
-        Path | None, typer.Option(help="An existing calibration, to predict with or to choose M_comp for.")
+        Path | None,
+        typer.Option(help="An existing calibration: to predict with, to check, or to choose M_comp for."),
     ] = None,
     predict: Annotated[
         Path | None, typer.Option(help="With --calibration: add ms and peak_GB to points (CSV: B, S).")
+    ] = None,
+    check: Annotated[
+        Path | None,
+        typer.Option(
+            help="In the live engine: measure these points (CSV: B, shape) and compare with the calibration "
+            "given, or else with the scan's."
+        ),
+    ] = None,
+    check_out: Annotated[
+        Path | None, typer.Option(help="What --check found (default: its CSV as .json).")
     ] = None,
     manifest: Annotated[Path | None, typer.Option(help="The corpus that M_comp is chosen for.")] = None,
     world_size: Annotated[
@@ -86,11 +97,14 @@ def run(
     from al_deepspeed.data.manifest import read_manifest
 
     scans = deepspeed_config is not None or factory is not None
-    if scans + bool(from_scan) + bool(from_run or calibration) != 1:
+    checks_another = scans and check is not None and calibration is not None
+    if scans + bool(from_scan) + bool(from_run or (calibration and not checks_another)) != 1:
         raise CalibrationError(
             "calibrate takes one source: --deepspeed-config and --factory (a scan), --from-scan FILE, "
-            "--from-run RUN, or --calibration C."
+            "--from-run RUN, or --calibration C; beside the live engine the latter goes with --check alone."
         )
+    if check and not scans:
+        raise CalibrationError("--check measures in the live engine: give --deepspeed-config and --factory.")
     if predict and (from_run or not calibration):
         raise CalibrationError("--predict needs --calibration C alone, the calibration to predict with.")
     if predict:
@@ -107,6 +121,9 @@ def run(
                 "budget": budget,
                 "shapes": shapes,
                 "patch": patch,
+                "calibration": calibration,
+                "check": check,
+                "check-out": check_out,
                 "largest-batch": largest_batch,
                 "most-repeats": most_repeats,
                 "resume": resume,
@@ -121,7 +138,10 @@ def run(
             },
         )
         if as_json:
-            print(json.dumps(file.read_calibration(out).to_dict()))
+            row = {} if calibration else file.read_calibration(out).to_dict()
+            if check:
+                row["check"] = json.loads((check_out or check.with_suffix(".json")).read_text("utf-8"))
+            print(json.dumps(row))
         return
     if bool(manifest) != bool(world_size):
         raise CalibrationError("M_comp is chosen from --manifest M and --world-size R together; give both.")

@@ -27,7 +27,7 @@ def calibration(words: list[str], ds_config: dict) -> tuple[torch.nn.Module, Cal
         words: the run's options; those that bear on model and ds_config count.
         ds_config: the scan's, which receives what these options change.
     Returns:
-        the model of such a run; and for (B, shape) a batch as the run's loader makes it, with the run's loss.
+        the model of such a run; and for (B, shape) a batch as its loss holds it on the device, and the loss.
     """
     arguments = options.parser("What a scan of the trainer takes.", for_a_run=False).parse_args(words)
     changed = options.changed_config(ds_config, arguments.set, arguments.precision)
@@ -40,18 +40,21 @@ def calibration(words: list[str], ds_config: dict) -> tuple[torch.nn.Module, Cal
     latent, text = (latents[0][name] for name in ("latent", "text"))
     weights = models.source(arguments, channels=latent.shape[0], text_dim=text.shape[1])
     model = models.make(weights, arguments, ds_config)
-    placement = (torch.device(get_accelerator().current_device_name()), next(model.parameters()).dtype)
+    device, dtype = placement = (
+        torch.device(get_accelerator().current_device_name()),
+        next(model.parameters()).dtype,
+    )
 
     def loss(engine, batch: dict) -> torch.Tensor:
         return flow_loss(engine, batch, *placement).mean()
 
     def synthetic(batch_size: int, shape: tuple[int, int, int]) -> tuple[dict, Callable]:
-        noisy, target = torch.randn(2, batch_size, latent.shape[0], *shape)
+        noisy, target = (torch.randn(batch_size, latent.shape[0], *shape, device=device) for _ in range(2))
         batch = {
-            "noisy": noisy,
+            "noisy": noisy.to(dtype),
             "target": target,
-            "timestep": TIMESTEPS_A_LEVEL * torch.rand(batch_size),
-            "text": text.expand(batch_size, -1, -1),
+            "timestep": TIMESTEPS_A_LEVEL * torch.rand(batch_size, device=device),
+            "text": text.to(device, dtype).repeat(batch_size, 1, 1),
         }
         return batch, loss
 
