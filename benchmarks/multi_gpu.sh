@@ -3,7 +3,7 @@
 #
 # Wan 1.3B's width, AL_LAYERS of its 30 layers, at ZeRO-3, on the mix of workload_mix.csv (S up to 75,600):
 #   speed    calibrates on all ranks, then trains an epoch of the same samples by equal_token, dual_constraint and
-#            balanced, with the eager and with the fused AdaLN -> OUT/multi_gpu.{json,png}
+#            balanced, with the eager and with the fused AdaLN -> OUT/multi_gpu.{json,png}, OUT/records.tar.gz
 #   checks   parameters after five steps on two ranks against one process (fp32, SGD); a rank killed, the run
 #            resumed -> OUT/checks.txt
 # AL_PARTS chooses (default "speed checks"). What has not ended after MINUTES (default 10) is cut off, and the report
@@ -57,6 +57,7 @@ speed() {
             --set "$batching.max_cost=null" --set "$batching.exponent=null" >"$out/train_$op.log" 2>&1
         tail -n 3 "$out/train_$op.log"
     done
+    tar -czf "$out/records.tar.gz" -C "$work" --exclude corpus --exclude warm_up .
     python benchmarks/multi_gpu_report.py "$work" "$out" | tee "$out/multi_gpu.txt"
 }
 
