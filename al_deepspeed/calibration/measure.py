@@ -42,7 +42,7 @@ class Meter:
         self.device = torch.device(get_accelerator().current_device_name())
         self._clock = clock()
         self.memory = memory_meter()
-        self._optimizer_gb = 0.0
+        self._optimizer_gb = self._step_gb = 0.0
         self._started = time.monotonic()
 
     @property
@@ -50,9 +50,15 @@ class Meter:
         return time.monotonic() - self._started
 
     def prepare(self, batch_size: int, shape: Shape) -> None:
-        """A whole step: optimizer state and communication buffers exist from then on."""
-        for _ in range(self._engine.gradient_accumulation_steps()):
-            self.run(*self.batch(batch_size, shape))
+        """Two whole steps: optimizer state and buffers exist from the first on; the second is looked at.
+
+        The optimizer step is the same at every point; beside a small batch that lies on the device all the
+        while, as a training loop's does not, it is seen by itself.
+        """
+        for _ in range(2):
+            for _ in range(self._engine.gradient_accumulation_steps()):
+                self.run(*self.batch(batch_size, shape))
+            self._optimizer_gb = self._step_gb
 
     def capacity_gb(self) -> float:
         """The memory of the rank that has least. Collective."""
@@ -102,11 +108,9 @@ class Meter:
         self._clock.settle(end)
         pass_gb, reserved_gb = memory.peak_gb(), memory.reserved_gb()
         memory.reset()
-        updates = engine.is_gradient_accumulation_boundary()
         engine.step()
         get_accelerator().synchronize()
-        if updates:
-            self._optimizer_gb = max(self._optimizer_gb, memory.peak_gb())
+        self._step_gb = memory.peak_gb()
         peak_gb = max(pass_gb, self._optimizer_gb)
         reserved_gb = max(reserved_gb, memory.reserved_gb())
         return [self._clock.elapsed_ms(start, end), self.elapsed_s, pass_gb, peak_gb, reserved_gb]
