@@ -5,6 +5,7 @@ from __future__ import annotations
 import libcst as cst
 
 from al_deepspeed.patching.names import Function
+from al_deepspeed.patching.nodes import descend
 from al_deepspeed.patching.norms import is_role
 
 
@@ -51,16 +52,9 @@ def _passed(function: Function, name: str) -> list[tuple[Function, cst.BaseExpre
 
 def _calls(node: cst.CSTNode, name: str) -> list[cst.Call]:
     found = []
-
-    class Collect(cst.CSTVisitor):
-        def visit_Call(self, call):
-            last = (
-                call.func.attr.value
-                if isinstance(call.func, cst.Attribute)
-                else getattr(call.func, "value", "")
-            )
-            if last == name:
+    for call in descend(node):
+        if isinstance(call, cst.Call):
+            last = call.func.attr if isinstance(call.func, cst.Attribute) else call.func
+            if isinstance(last, cst.Name) and last.value == name:
                 found.append(call)
-
-    node.visit(Collect())
     return found

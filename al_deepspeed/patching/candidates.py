@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import libcst as cst
 
 from al_deepspeed.patching.flow import Frame
+from al_deepspeed.patching.nodes import children
 from al_deepspeed.patching.patterns import (
     Modulated,
     NoMatch,
@@ -93,7 +94,7 @@ def _visit(frame: Frame, place: Place, node: cst.CSTNode, found: Found, part_of:
             found.candidates.append(candidate)
             for match in (candidate.modulated, candidate.residual):
                 part_of = part_of if match is None else part_of | match.trail.nodes
-    for child in node.children:
+    for child in children(node):
         _visit(frame, place, child, found, part_of)
 
 
@@ -167,7 +168,7 @@ def _orient(residual: Residual) -> bool:
     """Decides which term is what; False when the sum is no residual connection."""
     if residual.gate is not None:
         _order_gate(residual)
-        return True
+        return not isinstance(origin(residual.gate), Attribute) or "gate" in name_of(residual.gate)
     left, right = residual.residual, residual.branch
     for stream, branch in ((left, right), (right, left)):
         if is_module_output(branch) and depends_on(branch, stream):
@@ -250,10 +251,7 @@ def name_of(value: Value) -> str:
             value = value.result
         elif isinstance(value, View | Cast):
             value = value.base
-        elif isinstance(value, Attribute):
-            names.append(value.name)
-            break
-        elif isinstance(value, Global):
+        elif isinstance(value, Attribute) or isinstance(value, Global):
             names.append(value.name)
             break
         else:

@@ -11,6 +11,7 @@ import libcst as cst
 from al_deepspeed.patching.flow import Frame
 from al_deepspeed.patching.helpers import see_through
 from al_deepspeed.patching.names import Class, Function, Library
+from al_deepspeed.patching.nodes import children, descend, names_below
 from al_deepspeed.patching.norms import Norms, is_role
 from al_deepspeed.patching.values import (
     Attribute,
@@ -31,13 +32,12 @@ from al_deepspeed.patching.values import (
 )
 
 CASTS = {"float": "float32", "half": "float16", "bfloat16": "bfloat16"}
-DTYPES = frozenset("float32 float float16 half bfloat16".split())
+DTYPES = frozenset(["float32", "float", "float16", "half", "bfloat16"])
 ARITHMETIC = {"add": Sum, "mul": Product, "multiply": Product}
 VIEWS = frozenset(
-    "unsqueeze squeeze view reshape expand expand_as chunk split unbind transpose permute contiguous flatten "
-    "unflatten narrow select movedim size dim numel tanh sigmoid clone detach repeat clamp clip".split()
+    ["unsqueeze", "squeeze", "view", "reshape", "expand", "expand_as", "chunk", "split", "unbind", "transpose", "permute", "contiguous", "flatten", "unflatten", "narrow", "select", "movedim", "size", "dim", "numel", "tanh", "sigmoid", "clone", "detach", "repeat", "clamp", "clip"]
 )
-RANDOM = frozenset("rand randn rand_like randn_like randint normal bernoulli dropout multinomial".split())
+RANDOM = frozenset(["rand", "randn", "rand_like", "randn_like", "randint", "normal", "bernoulli", "dropout", "multinomial"])
 
 
 class Evaluator:
@@ -58,7 +58,7 @@ class Evaluator:
     def children(self, frame: Frame, node: cst.CSTNode) -> tuple[Value, ...]:
         """Evaluates the expressions directly below a node."""
         found = []
-        for child in node.children:
+        for child in children(node):
             if isinstance(child, cst.BaseExpression):
                 found.append(self.evaluate(frame, child))
             else:
@@ -77,51 +77,22 @@ class Evaluator:
         return isinstance(value, Scalar)
 
     def names_in(self, node: cst.CSTNode) -> set[str]:
-        return {name.value for name in _collect(node, cst.Name)}
+        return {name.value for name in names_below(node)}
 
     def names_bound_in(self, node: cst.CSTNode) -> set[str]:
         """Names that a statement binds, nested functions left out."""
         bound: set[str] = set()
-
-        class Collect(cst.CSTVisitor):
-            def visit_FunctionDef(self, inner):
+        for inner in descend(node, (cst.FunctionDef, cst.ClassDef, cst.Lambda)):
+            if isinstance(inner, cst.FunctionDef | cst.ClassDef):
                 bound.add(inner.name.value)
-                return False
-
-            def visit_ClassDef(self, inner):
+            elif isinstance(
+                inner, cst.AssignTarget | cst.AnnAssign | cst.AugAssign | cst.For | cst.NamedExpr
+            ):
+                bound |= _target_names(inner.target)
+            elif isinstance(inner, cst.AsName):
+                bound |= _target_names(inner.name)
+            elif isinstance(inner, cst.MatchAs | cst.MatchStar) and inner.name is not None:
                 bound.add(inner.name.value)
-                return False
-
-            def visit_Lambda(self, inner):
-                return False
-
-            def visit_AssignTarget(self, inner):
-                bound.update(_target_names(inner.target))
-
-            def visit_AnnAssign(self, inner):
-                bound.update(_target_names(inner.target))
-
-            def visit_AugAssign(self, inner):
-                bound.update(_target_names(inner.target))
-
-            def visit_For(self, inner):
-                bound.update(_target_names(inner.target))
-
-            def visit_AsName(self, inner):
-                bound.update(_target_names(inner.name))
-
-            def visit_NamedExpr(self, inner):
-                bound.update(_target_names(inner.target))
-
-            def visit_MatchAs(self, inner):
-                if inner.name is not None:
-                    bound.add(inner.name.value)
-
-            def visit_MatchStar(self, inner):
-                if inner.name is not None:
-                    bound.add(inner.name.value)
-
-        node.visit(Collect())
         return bound
 
     # Expressions ----------------------------------------------------------------------------------------
@@ -195,7 +166,7 @@ class Evaluator:
             found = self._known_call(frame, node, callee, arguments, positional)
         if found is None and self.is_norm(callee):
             if len(given) == 1 and not node.args[0].star:
-                return Normed(node, frame, frame.place, callee, given[0])
+                return Normed(node, frame, frame.place, callee, given[0], rms=self.is_rms(callee))
         if found is None:
             found = self._helper(frame, node, callee, arguments)
         if found is None:
@@ -349,6 +320,16 @@ class Evaluator:
             return value.method == "[]" and self.is_norm(value.base)
         return False
 
+    def is_rms(self, value: Value) -> bool:
+        """Whether a norm can only be an RMS norm."""
+        value = meaning(value)
+        if isinstance(value, View):
+            return self.is_rms(value.base)
+        if not isinstance(value, Attribute):
+            return False
+        owner = self.class_of(value.base)
+        return owner is not None and self.norms.attribute_is_rms(owner, value.name)
+
     def _definition_is_norm(self, definition: Definition, frame: Frame) -> bool:
         if definition.sources:
             values = [source.value for source in definition.sources]
@@ -377,19 +358,6 @@ class Evaluator:
         """Whether `base.name(...)` calls a method that the base's class defines, not a tensor's."""
         owner = self.class_of(callee.base)
         return owner is not None
-
-
-def _collect(node: cst.CSTNode, kind: type) -> list:
-    found = []
-
-    class Collect(cst.CSTVisitor):
-        def on_visit(self, inner):
-            if isinstance(inner, kind):
-                found.append(inner)
-            return True
-
-    node.visit(Collect())
-    return found
 
 
 def _target_names(target: cst.CSTNode) -> set[str]:

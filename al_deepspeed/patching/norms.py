@@ -9,17 +9,19 @@ Whether a norm that is found here computes what the op does is settled by the ru
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import libcst as cst
+from libcst.helpers import get_full_name_for_node
 
 from al_deepspeed.patching.names import Class, Function, Module
+from al_deepspeed.patching.nodes import descend
 
 NORM_CLASSES = frozenset(
-    "LayerNorm FP32LayerNorm RMSNorm FusedLayerNorm MixedFusedLayerNorm FastLayerNorm FusedRMSNorm "
-    "MixedFusedRMSNorm WrappedTorchNorm TENorm TELayerNorm TERMSNorm LayerNormND WanLayerNorm WanRMSNorm".split()
+    ["LayerNorm", "FP32LayerNorm", "RMSNorm", "FusedLayerNorm", "MixedFusedLayerNorm", "FastLayerNorm", "FusedRMSNorm", "MixedFusedRMSNorm", "WrappedTorchNorm", "TENorm", "TELayerNorm", "TERMSNorm", "LayerNormND", "WanLayerNorm", "WanRMSNorm"]
 )
-STAND_INS = frozenset("Identity IdentityOp".split())  # an attribute may hold these instead of a norm
-CONTAINERS = frozenset("ModuleList ModuleDict".split())
+STAND_INS = frozenset(["Identity", "IdentityOp"])  # an attribute may hold these instead of a norm
+CONTAINERS = frozenset(["ModuleList", "ModuleDict"])
 ROLE = re.compile(r"(^|_)(layer_?norm|norm|ln)(_?\d+)?(_|$)", re.IGNORECASE)
 OTHER_NORMS = re.compile(
     r"group|batch|instance|spectral|weight_norm|ada|grad|channel|local_resp", re.IGNORECASE
@@ -36,7 +38,7 @@ class Norms:
 
     def __init__(self) -> None:
         self._classes: dict[int, bool] = {}
-        self._attributes: dict[tuple[int, str], list] = {}
+        self._attributes: dict[int, dict] = {}
 
     # What a class is ------------------------------------------------------------------------------------
 
@@ -75,6 +77,18 @@ class Norms:
         answers = [answer for answer in answers if answer != "stand-in"]
         return bool(answers) and all(answers)
 
+    def attribute_is_rms(self, owner: Class, name: str) -> bool:
+        """Whether all that the attribute can hold are RMS norms."""
+        values = [
+            part
+            for _, value in self.assigned(owner, name)
+            for part in ((value.body, value.orelse) if isinstance(value, cst.IfExp) else (value,))
+            if isinstance(part, cst.Call)
+        ]
+        names = [(get_full_name_for_node(value.func) or "").rpartition(".")[2] for value in values]
+        names = [name for name in names if name not in STAND_INS]
+        return bool(names) and all("RMS" in name for name in names)
+
     def attribute_class(self, owner: Class, name: str) -> Class | None:
         """The one class, source known, whose instance the attribute holds."""
         built = self.assigned(owner, name)
@@ -85,16 +99,20 @@ class Norms:
 
     def assigned(self, owner: Class, name: str) -> list[tuple[Function, cst.BaseExpression]]:
         """Every expression that a method of the class or its ancestors assigns to self.name."""
-        key = (id(owner), name)
-        if key not in self._attributes:
-            found = []
-            for ancestor in owner.ancestry():
-                for method in ancestor.methods.values():
-                    found += [(method, value) for value in _assignments(method, name)]
-                if found:
-                    break
-            self._attributes[key] = found
-        return self._attributes[key]
+        for ancestor in owner.ancestry():
+            found = self._all_assigned(ancestor).get(name)
+            if found:
+                return found
+        return []
+
+    def _all_assigned(self, owner: Class) -> dict[str, list[tuple[Function, cst.BaseExpression]]]:
+        if id(owner) not in self._attributes:
+            found: dict[str, list] = {}
+            for method in owner.methods.values():
+                for name, value in _assignments(method):
+                    found.setdefault(name, []).append((method, value))
+            self._attributes[id(owner)] = found
+        return self._attributes[id(owner)]
 
     def _builds_norm(self, function: Function, node: cst.BaseExpression) -> bool | str:
         if isinstance(node, cst.Name) and node.value == "None":
@@ -141,9 +159,7 @@ class Norms:
         inside = node.args[0].value
         if isinstance(inside, cst.ListComp | cst.GeneratorExp):
             return self._builds_norm(function, inside.elt) is True
-        if isinstance(inside, cst.List | cst.Tuple):
-            values = [element.value for element in inside.elements]
-        elif isinstance(inside, cst.Dict):
+        if isinstance(inside, cst.List | cst.Tuple) or isinstance(inside, cst.Dict):
             values = [element.value for element in inside.elements]
         else:
             return False
@@ -165,46 +181,24 @@ def _default(function: cst.FunctionDef, name: str):
 
 
 def _returns(function: cst.FunctionDef) -> list[cst.BaseExpression]:
-    found = []
-
-    class Collect(cst.CSTVisitor):
-        def visit_FunctionDef(self, node):
-            return node is function
-
-        def visit_Lambda(self, node):
-            return False
-
-        def visit_Return(self, node):
-            if node.value is not None:
-                found.append(node.value)
-
-    function.visit(Collect())
-    return found
+    inside = descend(function, (cst.FunctionDef, cst.Lambda))
+    return [node.value for node in inside if isinstance(node, cst.Return) and node.value is not None]
 
 
-def _assignments(method: Function, name: str) -> list[cst.BaseExpression]:
-    found = []
+def _assignments(method: Function) -> Iterator[tuple[str, cst.BaseExpression]]:
+    """(name, expression) of every `self.name = expression` in a method."""
     parameters = method.node.params.params
     if not parameters:
-        return found
+        return
     owner = parameters[0].name.value
-
-    def is_target(node) -> bool:
-        return (
-            isinstance(node, cst.Attribute)
-            and node.attr.value == name
-            and isinstance(node.value, cst.Name)
-            and node.value.value == owner
-        )
-
-    class Collect(cst.CSTVisitor):
-        def visit_Assign(self, node):
-            if any(is_target(target.target) for target in node.targets):
-                found.append(node.value)
-
-        def visit_AnnAssign(self, node):
-            if is_target(node.target) and node.value is not None:
-                found.append(node.value)
-
-    method.node.visit(Collect())
-    return found
+    for node in descend(method.node):
+        if isinstance(node, cst.Assign):
+            targets = [target.target for target in node.targets]
+        elif isinstance(node, cst.AnnAssign) and node.value is not None:
+            targets = [node.target]
+        else:
+            continue
+        for target in targets:
+            if isinstance(target, cst.Attribute) and isinstance(target.value, cst.Name):
+                if target.value.value == owner:
+                    yield target.attr.value, node.value

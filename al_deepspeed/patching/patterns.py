@@ -121,6 +121,8 @@ def match_modulated(value: Value) -> Modulated | None:
         if found is None:
             return None
         found.out_dtype = out_dtype
+        if found.norm.rms:
+            raise NoMatch("the norm is an RMS norm")
         if isinstance(core, Sum) and core.in_place:
             raise NoMatch("the shift is added in place")
         return _with_x(found)
@@ -131,7 +133,7 @@ def match_norm(value: Value) -> Modulated | None:
     """A norm without modulation, under casts."""
     trail = Trail()
     core, out_dtype = peel(value, trail, through_names=False)
-    if not isinstance(core, Normed):
+    if not isinstance(core, Normed) or core.rms:
         return None
     trail.through(core)
     return _with_x(Modulated(core, trail, out_dtype=out_dtype))

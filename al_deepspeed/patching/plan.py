@@ -16,6 +16,7 @@ import libcst as cst
 from al_deepspeed.patching.calls import build_call, operands
 from al_deepspeed.patching.candidates import Candidate
 from al_deepspeed.patching.flow import Frame
+from al_deepspeed.patching.nodes import names_below
 from al_deepspeed.patching.patterns import origin
 from al_deepspeed.patching.rendering import Renderer, Unavailable, bare
 from al_deepspeed.patching.values import (
@@ -251,14 +252,14 @@ class _Planner:
         if definition.foreign:
             return True
         gone = self._gone()
-        gone |= _names_below(candidate.root)
+        gone |= names_below(candidate.root)
         return any(read not in gone for read in definition.reads)
 
     def _gone(self) -> set[cst.Name]:
         gone: set[cst.Name] = set()
         for definition, held in self.removed.items():
             if held is None and definition.value is not None:
-                gone |= _names_below(definition.value.node)
+                gone |= names_below(definition.value.node)
         return gone
 
     def _target(self, candidate: Candidate) -> str | None:
@@ -279,7 +280,7 @@ class _Planner:
         after = self._current(self.frame.snapshots[last].get(name))
         if before is not after:
             return None
-        gone = self._gone() | _names_below(candidate.root)
+        gone = self._gone() | names_below(candidate.root)
         for read in before.reads if before is not None else ():
             inside = [
                 p
@@ -336,17 +337,6 @@ def _second(call: cst.Call) -> cst.Subscript:
 
 def _code(node: cst.CSTNode) -> str:
     return cst.Module([]).code_for_node(node)
-
-
-def _names_below(node: cst.CSTNode) -> set[cst.Name]:
-    found: set[cst.Name] = set()
-
-    class Collect(cst.CSTVisitor):
-        def visit_Name(self, name):
-            found.add(name)
-
-    node.visit(Collect())
-    return found
 
 
 def _assignment(

@@ -121,7 +121,9 @@ def _try(norm: nn.Module, features: int, dtype: torch.dtype, device: torch.devic
             for rms in (False, True):
                 for centred_at_zero in (False, True) if "weight" in weights else (False,):
                     known = Known(epsilon(norm), found.dtype, rms, bool(weights), centred_at_zero)
-                    if _agrees(found, rows, weights, known, min(dtype, found.dtype, key=lambda d: d.itemsize)):
+                    if _agrees(
+                        found, rows, weights, known, min(dtype, found.dtype, key=lambda d: d.itemsize)
+                    ):
                         return known
     except Exception:  # whatever a foreign module raises on rows it was not made for
         return None

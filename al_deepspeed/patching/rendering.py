@@ -76,7 +76,7 @@ class Renderer:
             return cst.Name(bound)
         made = value.definition.value
         if made is None or isinstance(made, Item):
-            raise Unavailable(f"{value.definition.name} has changed before the place of the call")
+            raise Unavailable(f"{value.definition.name} has changed before the place of the call", value)
         return self.value(made)
 
     def _bound_name(self, definition: Definition) -> str | None:

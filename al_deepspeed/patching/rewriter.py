@@ -15,6 +15,7 @@ from al_deepspeed.patching.candidates import Candidate, find_candidates
 from al_deepspeed.patching.evaluate import Evaluator
 from al_deepspeed.patching.flow import Frame
 from al_deepspeed.patching.names import Class, Function, Library, Module, Resolve
+from al_deepspeed.patching.nodes import children, descend
 from al_deepspeed.patching.norms import Norms
 from al_deepspeed.patching.plan import Edits, plan
 from al_deepspeed.patching.sites import Left, Rewritten, Site
@@ -36,9 +37,8 @@ def rewrite(
     Raises:
         libcst.ParserSyntaxError: the source does not parse.
     """
-    wrapper = MetadataWrapper(cst.parse_module(source), unsafe_skip_copy=True)
-    positions = wrapper.resolve(PositionProvider)
-    tree = wrapper.module
+    tree = cst.parse_module(source)
+    lines = _Lines(tree)
     library = Library(resolve)
     module = Module(tree, "", library)
     evaluator = Evaluator(library, Norms())
@@ -49,21 +49,18 @@ def rewrite(
         frame.run()
         found = find_candidates(frame)
 
-        def line(node: cst.CSTNode) -> int:
-            return positions[node].start.line
-
         def site_of(candidate: Candidate) -> str | None:
-            return f"{file}:{line(candidate.root)}" if observe else None
+            return f"{file}:{lines[candidate.root]}" if observe else None
 
         planned = plan(frame, found.candidates, site_of)
         edits.expressions |= planned.edits.expressions
         edits.statements |= planned.edits.statements
         for candidate in planned.accepted:
             text = planned.texts[id(candidate)]()
-            sites.append(Site(candidate.kind, file, line(candidate.root), name, text))
+            sites.append(Site(candidate.kind, file, lines[candidate.root], name, text))
             rewritten.add(function.node)
-        left += [Left(file, line(c.root), name, c.refused) for c in planned.refused]
-        left += [Left(file, line(node), name, reason) for node, reason in found.near_misses]
+        left += [Left(file, lines[c.root], name, c.refused) for c in planned.refused]
+        left += [Left(file, lines[node], name, reason) for node, reason in found.near_misses]
     sites.sort(key=lambda site: site.line)
     left.sort(key=lambda item: item.line)
     if not sites:
@@ -72,63 +69,57 @@ def rewrite(
     return Rewritten(_with_import(result).code, tuple(sites), tuple(left))
 
 
+class _Lines:
+    """First line of a node; found out when somebody asks, since most files hold no site."""
+
+    def __init__(self, tree: cst.Module) -> None:
+        self.tree, self.positions = tree, None
+
+    def __getitem__(self, node: cst.CSTNode) -> int:
+        if self.positions is None:
+            self.positions = MetadataWrapper(self.tree, unsafe_skip_copy=True).resolve(PositionProvider)
+        return self.positions[node].start.line
+
+
 def _functions(tree: cst.Module, module: Module) -> list[tuple[Function, str]]:
     """All functions of the module with their names, methods and nested functions too."""
     found: list[tuple[Function, str]] = []
 
-    class Collect(cst.CSTVisitor):
-        def __init__(self) -> None:
-            self.names: list[str] = []
-            self.owners: list[Class | None] = [None]
+    def visit(node: cst.CSTNode, names: tuple[str, ...], owner: Class | None) -> None:
+        for child in children(node):
+            if isinstance(child, cst.ClassDef):
+                known = module.classes.get(child.name.value)
+                inner = known if known is not None and known.node is child else None
+                visit(child, (*names, child.name.value), inner)
+            elif isinstance(child, cst.FunctionDef):
+                path = (*names, child.name.value)
+                found.append((Function(child, module, owner), ".".join(path)))
+                visit(child, path, owner)
+            elif not isinstance(child, cst.BaseExpression):
+                visit(child, names, owner)
 
-        def visit_ClassDef(self, node):
-            known = module.classes.get(node.name.value)
-            self.owners.append(known if known is not None and known.node is node else None)
-            self.names.append(node.name.value)
-
-        def leave_ClassDef(self, original_node):
-            self.owners.pop()
-            self.names.pop()
-
-        def visit_FunctionDef(self, node):
-            self.names.append(node.name.value)
-            owner = self.owners[-1]
-            found.append((Function(node, module, owner), ".".join(self.names)))
-
-        def leave_FunctionDef(self, original_node):
-            self.names.pop()
-
-    tree.visit(Collect())
+    visit(tree, (), None)
     return found
 
 
 def _without_fusing(tree: cst.Module, rewritten: set[cst.FunctionDef]) -> set[cst.FunctionDef]:
     """Functions that call the op now, themselves or through others of the file: their fuser cannot compile them."""
-    functions: list[cst.FunctionDef] = []
-    called: dict[cst.FunctionDef, set[str]] = {}
-
-    class Collect(cst.CSTVisitor):
-        def visit_FunctionDef(self, node):
-            functions.append(node)
-            called[node] = set()
-
-        def visit_Call(self, node):
-            last = node.func.attr if isinstance(node.func, cst.Attribute) else node.func
-            if functions and isinstance(last, cst.Name):
-                called[functions[-1]].add(last.value)
-
-    tree.visit(Collect())
+    functions = [node for node in descend(tree) if isinstance(node, cst.FunctionDef)]
+    fused = [node for node in functions if any(map(_is_fuser, node.decorators))]
+    called = {node: _called_names(node) for node in fused}
     reached = set(rewritten)
     while True:
         names = {function.name.value for function in reached}
-        more = {f for f in functions if f not in reached and called[f] & names and _fusers(f)}
+        more = {node for node in fused if node not in reached and called[node] & names}
         if not more:
             return reached
         reached |= more
 
 
-def _fusers(node: cst.FunctionDef) -> list[cst.Decorator]:
-    return [d for d in node.decorators if _is_fuser(d)]
+def _called_names(node: cst.CSTNode) -> set[str]:
+    calls = [call.func for call in descend(node) if isinstance(call, cst.Call)]
+    last = [func.attr if isinstance(func, cst.Attribute) else func for func in calls]
+    return {name.value for name in last if isinstance(name, cst.Name)}
 
 
 def _is_fuser(decorator: cst.Decorator) -> bool:

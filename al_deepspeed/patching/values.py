@@ -170,6 +170,7 @@ class Normed(Value):
     norm: Value | None
     x: Value
     others: tuple[Value, ...] = ()
+    rms: bool = False
 
     def parts(self):
         return (self.x, *self.others) if self.norm is None else (self.norm, self.x)
