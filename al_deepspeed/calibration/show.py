@@ -122,18 +122,40 @@ def curve_table(calibration: Calibration, rows: int = 12) -> RenderableType:
 
 
 def draw(calibration: Calibration, path: Path) -> None:
-    """A PNG: step time and memory with the fitted curves, and the residuals below."""
+    """A PNG: step time and memory with the fitted curves and the residuals, and what M_comp was chosen from."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     data = columns(calibration.points)
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), height_ratios=(2, 1), sharex="col")
-    _draw_time(axes[:, 0], calibration, data)
-    _draw_memory(axes[:, 1], calibration, data)
+    wide = 3 if calibration.curve else 2
+    figure = pyplot.figure(figsize=(5.5 * wide, 7))
+    grid = figure.add_gridspec(2, wide, height_ratios=(2, 1))
+    for column, draw_points in enumerate((_draw_time, _draw_memory)):
+        upper = figure.add_subplot(grid[0, column])
+        draw_points((upper, figure.add_subplot(grid[1, column], sharex=upper)), calibration, data)
+    if calibration.curve:
+        _draw_curve(figure.add_subplot(grid[:, 2]), calibration)
     figure.tight_layout()
     save_picture(figure, path)
+
+
+def _draw_curve(axes, calibration: Calibration) -> None:
+    costs, rates = zip(*calibration.curve, strict=True)
+    axes.plot(costs, rates, lw=1.2, label="predicted")
+    best = max(rates)
+    axes.plot(
+        [calibration.max_cost], [best], "o", ms=6, color="C3", label=f"M_comp = {calibration.max_cost:.4g} ms"
+    )
+    axes.axhline(rates[-1], color="grey", lw=0.8, ls="--", label="no budget: M_mem alone")
+    axes.set(
+        xscale="log",
+        xlabel="budget of a micro-batch, ms",
+        ylabel=f"tokens/s under dual_constraint, R = {calibration.world_size}",
+        ylim=(0, 1.08 * best),
+    )
+    axes.legend(fontsize=8, loc="lower right")
 
 
 def _draw_time(axes, calibration: Calibration, data) -> None:
@@ -163,8 +185,8 @@ def _draw_memory(axes, calibration: Calibration, data) -> None:
         upper.plot(load[held], data.reserved_gb[held], "x", ms=5, label="reserved by the allocator")
     if calibration.memory:
         loads = np.geomspace(load.min(), load.max(), 120)
-        upper.plot(loads, calibration.memory.peak_gb(1, loads), color="grey", lw=1, label="fit")
-        residual = calibration.memory.peak_gb(1, load[known]) / data.peak_gb[known] - 1
+        upper.plot(loads, calibration.memory.peak_gb(1, loads), color="grey", lw=1, label="fit at B = 1")
+        residual = calibration.memory.peak_gb(data.batch_size, data.tokens)[known] / data.peak_gb[known] - 1
         lower.plot(load[known], 100 * residual, "o", ms=5)
     upper.set(xscale="log", yscale="log", ylabel="peak GB")
     if known.any() or held.any():
