@@ -122,7 +122,7 @@ def curve_table(calibration: Calibration, rows: int = 12) -> RenderableType:
 
 
 def draw(calibration: Calibration, path: Path) -> None:
-    """A PNG: step time and memory with the fitted curves and the residuals, and what M_comp was chosen from."""
+    """A PNG: step time and memory with fitted curves and residuals, and what M_comp was chosen from."""
     import matplotlib
 
     matplotlib.use("Agg")
