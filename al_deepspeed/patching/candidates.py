@@ -39,9 +39,9 @@ from al_deepspeed.patching.values import (
     View,
     canonical,
     depends_on,
+    is_receiver,
     meaning,
     same,
-    walk,
 )
 
 
@@ -267,16 +267,6 @@ def is_module_output(value: Value) -> bool:
             return False
         callee = value.inner[0] if value.inner else None
         if isinstance(callee, Attribute) and isinstance(callee.base, Read):
-            base = callee.base.definition  # a method of a tensor, unless the object is self
-            return base.parameter and base.name == _self_name(value.frame)
+            return is_receiver(callee.base)  # otherwise a method of a tensor
         return True
     return False
-
-
-def _self_name(frame: Frame) -> str | None:
-    parameters = frame.function.node.params.params
-    return parameters[0].name.value if parameters and frame.owner is not None else None
-
-
-def reads_sum(value: Value, definition: Definition) -> bool:
-    return any(isinstance(part, Read) and part.definition is definition for part in walk(value))

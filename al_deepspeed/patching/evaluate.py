@@ -28,6 +28,7 @@ from al_deepspeed.patching.values import (
     Sum,
     Value,
     View,
+    is_receiver,
     meaning,
 )
 
@@ -35,9 +36,39 @@ CASTS = {"float": "float32", "half": "float16", "bfloat16": "bfloat16"}
 DTYPES = frozenset(["float32", "float", "float16", "half", "bfloat16"])
 ARITHMETIC = {"add": Sum, "mul": Product, "multiply": Product}
 VIEWS = frozenset(
-    ["unsqueeze", "squeeze", "view", "reshape", "expand", "expand_as", "chunk", "split", "unbind", "transpose", "permute", "contiguous", "flatten", "unflatten", "narrow", "select", "movedim", "size", "dim", "numel", "tanh", "sigmoid", "clone", "detach", "repeat", "clamp", "clip"]
+    [
+        "unsqueeze",
+        "squeeze",
+        "view",
+        "reshape",
+        "expand",
+        "expand_as",
+        "chunk",
+        "split",
+        "unbind",
+        "transpose",
+        "permute",
+        "contiguous",
+        "flatten",
+        "unflatten",
+        "narrow",
+        "select",
+        "movedim",
+        "size",
+        "dim",
+        "numel",
+        "tanh",
+        "sigmoid",
+        "clone",
+        "detach",
+        "repeat",
+        "clamp",
+        "clip",
+    ]
 )
-RANDOM = frozenset(["rand", "randn", "rand_like", "randn_like", "randint", "normal", "bernoulli", "dropout", "multinomial"])
+RANDOM = frozenset(
+    ["rand", "randn", "rand_like", "randn_like", "randint", "normal", "bernoulli", "dropout", "multinomial"]
+)
 
 
 class Evaluator:
@@ -78,6 +109,32 @@ class Evaluator:
 
     def names_in(self, node: cst.CSTNode) -> set[str]:
         return {name.value for name in names_below(node)}
+
+    def free_names(self, node: cst.FunctionDef | cst.ClassDef) -> set[str]:
+        """What a nested function or class may read of the names around it."""
+        names = {name.value for child in children(node) for name in names_below(child)}
+        if isinstance(node, cst.ClassDef):
+            return names
+        shared = {
+            item.name.value
+            for inner in descend(node)
+            if isinstance(inner, cst.Nonlocal | cst.Global)
+            for item in inner.names
+        }
+        parameters = {inner.name.value for inner in descend(node.params) if isinstance(inner, cst.Param)}
+        defaults = {
+            name.value
+            for inner in descend(node.params)
+            if isinstance(inner, cst.Param) and inner.default is not None
+            for name in names_below(inner.default)
+        }
+        own = parameters | self.names_bound_in(node.body)
+        return (names - own) | shared | defaults | self._names_of_inner(node.body)
+
+    def _names_of_inner(self, body: cst.CSTNode) -> set[str]:
+        """Names read by functions inside the function: to be safe, all of them."""
+        inside = [n for n in descend(body, (cst.FunctionDef, cst.ClassDef)) if isinstance(n, cst.FunctionDef)]
+        return {name.value for inner in inside for name in names_below(inner)}
 
     def names_bound_in(self, node: cst.CSTNode) -> set[str]:
         """Names that a statement binds, nested functions left out."""
@@ -297,10 +354,8 @@ class Evaluator:
     def class_of(self, value: Value) -> Class | None:
         """The class, source known, of a module or of `self`."""
         value = meaning(value)
-        if isinstance(value, Read) and value.definition.parameter:
-            receivers = value.frame.function.node.params.params
-            first = receivers[0].name.value if receivers else None
-            return value.frame.owner if value.definition.name == first else None
+        if is_receiver(value):
+            return value.frame.owner
         if isinstance(value, Attribute):
             owner = self.class_of(value.base)
             return None if owner is None else self.norms.attribute_class(owner, value.name)
@@ -312,7 +367,10 @@ class Evaluator:
             return self._definition_is_norm(value.definition, value.frame)
         if isinstance(value, Attribute):
             owner = self.class_of(value.base)
-            known = None if owner is None else self.norms.attribute_is_norm(owner, value.name)
+            if owner is not None:
+                known = self.norms.attribute_is_norm(owner, value.name)
+            else:
+                known = self.norms.attribute_is_norm_anywhere(value.frame.module, value.name)
             if known is not None:
                 return known
             return is_role(value.name) and "layer" in value.name.lower()  # its name says LayerNorm
@@ -369,18 +427,34 @@ def _target_names(target: cst.CSTNode) -> set[str]:
 
 
 def forward_is_norm(forward: Function, norms: Norms) -> bool:
-    """Whether a forward only applies one norm to its one argument, between casts."""
-    parameters = forward.node.params.params
-    if len(parameters) != 2:
+    """Whether a forward applies one norm to its one argument, between casts, whichever way it returns."""
+    return _returns_norm(forward, Evaluator(forward.module.library, norms), 3)
+
+
+def _returns_norm(function: Function, evaluator: Evaluator, depth: int) -> bool:
+    parameters = function.node.params.params
+    if len(parameters) != 2 or depth == 0:
         return False
-    frame = Frame(forward, Evaluator(forward.module.library, norms))
+    frame = Frame(function, evaluator)
     frame.run()
-    returned = [frame.values[node] for _, node in frame.roots if node in frame.values]
-    result = strip_casts(returned[-1]) if returned else None
-    if not isinstance(result, Normed):
-        return False
-    x = strip_casts(result.x)
-    return isinstance(x, Read) and x.definition.name == parameters[1].name.value
+
+    def is_argument(value: Value) -> bool:
+        value = strip_casts(value)
+        return isinstance(value, Read) and value.definition.name == parameters[1].name.value
+
+    for node in frame.returned:
+        result = strip_casts(frame.values[node])
+        if isinstance(result, Normed) and is_argument(result.x):
+            continue
+        callee = result.inner[0] if isinstance(result, Opaque) and result.called else None
+        own = isinstance(callee, Attribute) and is_receiver(callee.base) and function.owner is not None
+        method = function.owner.method(callee.name) if own else None
+        arguments = result.inner[1:] if own else ()
+        if method is None or len(arguments) != 1 or not is_argument(arguments[0]):
+            return False
+        if not _returns_norm(method, evaluator, depth - 1):
+            return False
+    return bool(frame.returned)
 
 
 def strip_casts(value: Value) -> Value:

@@ -31,6 +31,7 @@ class Frame:
         self.paths: dict[cst.Name, tuple[Place, ...]] = {}  # the statements around each read, outermost first
         self.values: dict[cst.BaseExpression, Value] = {}
         self.roots: list[tuple[Place, cst.BaseExpression]] = []
+        self.returned: list[cst.BaseExpression] = []
         self.snapshots: dict[Place, dict[str, Definition]] = {}
         self.statements: dict[Place, cst.CSTNode] = {}
         self.effects: list[tuple[tuple[Place, ...], str, tuple[Value, ...]]] = []
@@ -133,6 +134,8 @@ class Frame:
             for part in (getattr(node, "value", None), getattr(node, "exc", None)):
                 if part is not None:
                     self._root(part)
+                    if isinstance(node, cst.Return):
+                        self.returned.append(part)
             return True
         elif isinstance(node, cst.Break | cst.Continue):
             return True
@@ -185,7 +188,7 @@ class Frame:
         elif isinstance(node, cst.Try | cst.TryStar):
             self._try(node)
         elif isinstance(node, cst.FunctionDef | cst.ClassDef):
-            self.held_back |= self.evaluator.names_in(node)
+            self.held_back |= self.evaluator.free_names(node)
             self.bind(node.name.value, None)
         elif isinstance(node, cst.Match):
             self._root(node.subject)

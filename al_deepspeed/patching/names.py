@@ -20,6 +20,7 @@ class Function:
     node: cst.FunctionDef
     module: Module
     owner: Class | None = None
+    receiver: str | None = None  # the name of `self`: the first argument, or that of the method around it
 
     @property
     def decorators(self) -> set[str]:
@@ -30,6 +31,14 @@ class Function:
             name = get_full_name_for_node(call.func if isinstance(call, cst.Call) else call)
             names.add((name or "?").rpartition(".")[2])
         return names
+
+
+def method(node: cst.FunctionDef, module: Module, owner: Class) -> Function:
+    first = [*node.params.posonly_params, *node.params.params][:1]
+    function = Function(node, module, owner, first[0].name.value if first else None)
+    if function.decorators & {"staticmethod", "classmethod"}:
+        function.receiver = None
+    return function
 
 
 @dataclass(eq=False)
@@ -80,7 +89,7 @@ class Module:
                 if isinstance(statement.body, cst.IndentedBlock):
                     for inner in statement.body.body:
                         if isinstance(inner, cst.FunctionDef):
-                            found.methods[inner.name.value] = Function(inner, self, found)
+                            found.methods[inner.name.value] = method(inner, self, found)
                 self.classes[found.name] = found
             elif isinstance(statement, cst.FunctionDef):
                 self.functions[statement.name.value] = Function(statement, self)
@@ -122,6 +131,10 @@ class Module:
     def find_class(self, node: cst.CSTNode) -> Class | None:
         name = self.qualified(node)
         return None if name is None else self.library.find(self, name, "classes")
+
+    def imported_classes(self) -> list[Class]:
+        found = [self.library.find(self, name, "classes") for name in self.imports.values() if "." in name]
+        return [item for item in found if item is not None]
 
     def find_function(self, node: cst.CSTNode) -> Function | None:
         name = self.qualified(node)

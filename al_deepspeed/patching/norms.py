@@ -18,11 +18,27 @@ from al_deepspeed.patching.names import Class, Function, Module
 from al_deepspeed.patching.nodes import descend
 
 NORM_CLASSES = frozenset(
-    ["LayerNorm", "FP32LayerNorm", "RMSNorm", "FusedLayerNorm", "MixedFusedLayerNorm", "FastLayerNorm", "FusedRMSNorm", "MixedFusedRMSNorm", "WrappedTorchNorm", "TENorm", "TELayerNorm", "TERMSNorm", "LayerNormND", "WanLayerNorm", "WanRMSNorm"]
+    [
+        "LayerNorm",
+        "FP32LayerNorm",
+        "RMSNorm",
+        "FusedLayerNorm",
+        "MixedFusedLayerNorm",
+        "FastLayerNorm",
+        "FusedRMSNorm",
+        "MixedFusedRMSNorm",
+        "WrappedTorchNorm",
+        "TENorm",
+        "TELayerNorm",
+        "TERMSNorm",
+        "LayerNormND",
+        "WanLayerNorm",
+        "WanRMSNorm",
+    ]
 )
 STAND_INS = frozenset(["Identity", "IdentityOp"])  # an attribute may hold these instead of a norm
 CONTAINERS = frozenset(["ModuleList", "ModuleDict"])
-ROLE = re.compile(r"(^|_)(layer_?norm|norm|ln)(_?\d+)?(_|$)", re.IGNORECASE)
+ROLE = re.compile(r"(^|_)(layer_?norm|norm|ln)(_?\d+)?[a-z]?(_|$)", re.IGNORECASE)
 OTHER_NORMS = re.compile(
     r"group|batch|instance|spectral|weight_norm|ada|grad|channel|local_resp", re.IGNORECASE
 )
@@ -76,6 +92,15 @@ class Norms:
         answers = [self._builds_norm(function, value) for function, value in built]
         answers = [answer for answer in answers if answer != "stand-in"]
         return bool(answers) and all(answers)
+
+    def attribute_is_norm_anywhere(self, module: Module, name: str) -> bool | None:
+        """For an object of unknown class: what the classes in the module's sight assign to that attribute."""
+        if not is_role(name):
+            return None
+        classes = [*module.classes.values(), *module.imported_classes()]
+        answers = [self.attribute_is_norm(found, name) for found in classes]
+        known = [answer for answer in answers if answer is not None]
+        return all(known) if known else None
 
     def attribute_is_rms(self, owner: Class, name: str) -> bool:
         """Whether all that the attribute can hold are RMS norms."""

@@ -29,6 +29,7 @@ from al_deepspeed.patching.values import (
     Read,
     Sum,
     Value,
+    is_receiver,
     meaning,
     same,
     within,
@@ -164,24 +165,13 @@ class _Planner:
                 continue
             if what == "in place":
                 return "a tensor is changed in place between its steps"
-            if any(
-                same(origin(v), origin(leaf)) for v in values for leaf in leaves if not self._is_self(leaf)
-            ):
+            if any(same(origin(v), origin(leaf)) for v in values for leaf in leaves if not is_receiver(leaf)):
                 return "one of its tensors is passed to a call between its steps"
         return None
 
     def _steps(self, candidate: Candidate) -> list[Value]:
         steps = [definition.value for definition, _ in candidate.absorbed if definition.value is not None]
         return [*steps, candidate.value]
-
-    def _is_self(self, leaf: Read) -> bool:
-        owner = self.frame.owner is not None
-        return (
-            owner
-            and leaf.definition.parameter
-            and leaf.definition.place.index == -1
-            and (leaf.definition.name == self.frame.function.node.params.params[0].name.value)
-        )
 
     # Where the call goes --------------------------------------------------------------------------------
 

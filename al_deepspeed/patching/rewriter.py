@@ -14,7 +14,7 @@ from al_deepspeed.patching.calls import RUNTIME
 from al_deepspeed.patching.candidates import Candidate, find_candidates
 from al_deepspeed.patching.evaluate import Evaluator
 from al_deepspeed.patching.flow import Frame
-from al_deepspeed.patching.names import Class, Function, Library, Module, Resolve
+from al_deepspeed.patching.names import Class, Function, Library, Module, Resolve, method
 from al_deepspeed.patching.nodes import children, descend
 from al_deepspeed.patching.norms import Norms
 from al_deepspeed.patching.plan import Edits, plan
@@ -69,6 +69,15 @@ def rewrite(
     return Rewritten(_with_import(result).code, tuple(sites), tuple(left))
 
 
+def _function(node: cst.FunctionDef, module: Module, around: Class | Function | None) -> Function:
+    if isinstance(around, Class):
+        return method(node, module, around)
+    if isinstance(around, Function):  # nested: `self` of the method around it is still in sight
+        shadowed = around.receiver in {parameter.name.value for parameter in node.params.params}
+        return Function(node, module, around.owner, None if shadowed else around.receiver)
+    return Function(node, module)
+
+
 class _Lines:
     """First line of a node; found out when somebody asks, since most files hold no site."""
 
@@ -85,7 +94,7 @@ def _functions(tree: cst.Module, module: Module) -> list[tuple[Function, str]]:
     """All functions of the module with their names, methods and nested functions too."""
     found: list[tuple[Function, str]] = []
 
-    def visit(node: cst.CSTNode, names: tuple[str, ...], owner: Class | None) -> None:
+    def visit(node: cst.CSTNode, names: tuple[str, ...], around: Class | Function | None) -> None:
         for child in children(node):
             if isinstance(child, cst.ClassDef):
                 known = module.classes.get(child.name.value)
@@ -93,10 +102,11 @@ def _functions(tree: cst.Module, module: Module) -> list[tuple[Function, str]]:
                 visit(child, (*names, child.name.value), inner)
             elif isinstance(child, cst.FunctionDef):
                 path = (*names, child.name.value)
-                found.append((Function(child, module, owner), ".".join(path)))
-                visit(child, path, owner)
+                function = _function(child, module, around)
+                found.append((function, ".".join(path)))
+                visit(child, path, function)
             elif not isinstance(child, cst.BaseExpression):
-                visit(child, names, owner)
+                visit(child, names, around)
 
     visit(tree, (), None)
     return found

@@ -217,6 +217,14 @@ def meaning(value: Value) -> Value:
             return value
 
 
+def is_receiver(value: Value) -> bool:
+    """Whether it is the method's `self`, also seen from a function nested in the method."""
+    name = value.frame.function.receiver
+    if isinstance(value, Global):
+        return value.name == name
+    return isinstance(value, Read) and value.definition.parameter and value.definition.name == name
+
+
 def same(one: Value, other: Value) -> bool:
     """Provably equal: the same definition, or the same pure function of equal values."""
     one, other = meaning(one), meaning(other)
