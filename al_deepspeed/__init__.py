@@ -4,7 +4,7 @@ Importing this package is cheap: no compiler, no CUDA, no DeepSpeed. `initialize
 """
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "initialize"]
+__all__ = ["__version__", "initialize", "patch_classes"]
 
 
 def __getattr__(name: str):
@@ -12,4 +12,8 @@ def __getattr__(name: str):
         from al_deepspeed.engine import initialize
 
         return initialize
+    if name == "patch_classes":
+        from al_deepspeed.patching.in_memory import patch_classes
+
+        return patch_classes
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import hjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from al_deepspeed.errors import ConfigError
 
@@ -33,10 +33,28 @@ class Section(BaseModel):
 
 
 class FusedAdaLN(Section):
-    """`fused_adaln`: which implementation the fused op runs."""
+    """`fused_adaln`: which implementation the fused op runs, and which code of the model it replaces.
+
+    patch: "auto" rewrites the classes of the model's modules in memory, a list of recipes' names those that
+    they name, "off" none. verify: "first_step" compares each rewritten site with the original on the first
+    batch.
+    """
 
     enabled: bool = False
     backend: Literal["auto", "cuda", "reference"] = "auto"
+    patch: str | tuple[str, ...] = "auto"
+    verify: Literal["first_step", "off"] = "first_step"
+
+    @field_validator("patch", mode="before")
+    @classmethod
+    def _auto_off_or_recipes(cls, given: Any) -> str | tuple[str, ...]:
+        if isinstance(given, str) and given in ("auto", "off"):
+            return given
+        if isinstance(given, list | tuple) and given and all(isinstance(name, str) for name in given):
+            return tuple(given)
+        raise ValueError(
+            f"is {given!r}; allowed: 'auto', 'off', or a list of names that `al-deepspeed patch list` shows"
+        )
 
 
 class DualConstraintBatching(Section):

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
@@ -22,7 +22,14 @@ from torch.utils.data import Dataset
 from al_deepspeed.agreement import first_difference, together
 from al_deepspeed.build_locks import told_of_build_locks
 from al_deepspeed.calibration.setting import current_setting
-from al_deepspeed.config import BATCHING_KEY, Settings, load_config, read_config, with_one_micro_batch
+from al_deepspeed.config import (
+    BATCHING_KEY,
+    FusedAdaLN,
+    Settings,
+    load_config,
+    read_config,
+    with_one_micro_batch,
+)
 from al_deepspeed.coupling import Coupling
 from al_deepspeed.errors import ConfigError
 from al_deepspeed.groups import DataRanks, data_ranks
@@ -30,6 +37,9 @@ from al_deepspeed.inputs import Inputs, open_inputs
 from al_deepspeed.loader import PlannedBatches
 from al_deepspeed.scheduling.options import PlanOptions
 from al_deepspeed.scheduling.sampler import PlanSampler
+
+if TYPE_CHECKING:
+    from al_deepspeed.patching.in_memory import Report
 
 
 def initialize(
@@ -59,14 +69,15 @@ def initialize(
         (engine, optimizer, loader, lr_scheduler). The loader yields this rank's batches with `loss_weight`.
         Without `dual_constraint_batching` it is whatever DeepSpeed makes of `training_data`.
     Raises:
-        ConfigError, CorpusError, CalibrationError, PlanError: on every rank alike, before any training.
+        ConfigError, CorpusError, CalibrationError, PlanError, PatchError: on every rank, before training.
     """
     _start_communication(args, distributed_port, dist_init_required)
     with together():
         raw = _given_config(args, config, config_params)
         settings = read_config(raw)
         inputs = _open_inputs(settings, dataset, training_data)
-    _same_on_all_ranks(settings, inputs)
+        patched = _patch(settings.fused_adaln, model)
+    _same_on_all_ranks(settings, inputs, patched)
     with _one_config(args):
         engine, optimizer, loader, lr_scheduler = deepspeed.initialize(
             args=args,
@@ -87,7 +98,30 @@ def initialize(
         with together():
             loader = _planned_batches(engine, settings, inputs, ranks, collate_fn)
             _warn_of_another_setting(engine, raw, inputs)
+    if patched is not None:
+        _announce(engine, patched, settings.fused_adaln)
     return engine, optimizer, loader, lr_scheduler
+
+
+def _patch(section: FusedAdaLN, model: torch.nn.Module | None) -> "Report | None":
+    """Rewrites the classes of the model; after this, DeepSpeed may hook into its modules and compile them."""
+    if not section.enabled or section.patch == "off" or not isinstance(model, torch.nn.Module):
+        return None
+    from al_deepspeed.patching.in_memory import patch_model
+
+    recipes = None if section.patch == "auto" else section.patch
+    return patch_model(model, recipes, observe=section.verify == "first_step")
+
+
+def _announce(engine: Any, patched: "Report", section: FusedAdaLN) -> None:
+    """Says what was rewritten, and has it checked."""
+    if engine.global_rank == 0:
+        for line in patched.lines():
+            logger.info(line)
+    if patched.count and section.verify == "first_step":
+        from al_deepspeed.contract import FirstStep
+
+        FirstStep(engine, patched)
 
 
 def _planned_batches(
@@ -181,9 +215,11 @@ def _open_inputs(settings: Settings, dataset: Dataset | None, training_data: Dat
     return open_inputs(settings.batching, dataset)
 
 
-def _same_on_all_ranks(settings: Settings, inputs: Inputs | None) -> None:
-    """Plans are made without talking, so all ranks must make them from the same."""
+def _same_on_all_ranks(settings: Settings, inputs: Inputs | None, patched: "Report | None") -> None:
+    """Plans are made without talking, so all ranks must make them from the same, and run the same code."""
     what = [repr(settings)]
+    if patched is not None:
+        what += patched.lines()
     if inputs is not None:
         what += [inputs.corpus.fingerprint, repr(inputs.cost), repr(inputs.limits)]
     difference = first_difference("\n".join(what))

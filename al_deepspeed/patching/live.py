@@ -1,0 +1,197 @@
+"""An imported module beside its source: which function came from where, and its code once rewritten.
+
+Nothing here runs the module again. Its source is compiled as it stands and as rewritten; a function of the
+running program is found in the first by name and line, must have the same bytecode there, and takes its new
+code from the same place in the second.
+"""
+
+import ast
+import importlib.util
+import linecache
+import sys
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from al_deepspeed.patching.calls import RUNTIME
+from al_deepspeed.patching.rewriter import rewrite
+from al_deepspeed.patching.sites import Rewritten
+from al_deepspeed.patching.tree import Source, read, resolver
+
+SHOWN = " (fused AdaLN)"
+Place = tuple[tuple[str, int], ...]  # names from the module down, each with its number among its equals
+
+
+class LiveModule:
+    """One module of this process whose source file is at hand."""
+
+    def __init__(self, module: ModuleType, source: Source) -> None:
+        self.module = module
+        self._source = source
+        self._codes = dict(_codes(_compiled(source.text, str(source.path))))
+        self._places = {(code.co_name, code.co_firstlineno): place for place, code in self._codes.items()}
+
+    @classmethod
+    def of(cls, module: ModuleType) -> "LiveModule | None":
+        """None for a module without a readable Python file."""
+        path = Path(getattr(module, "__file__", None) or "")
+        if path.suffix != ".py":
+            return None
+        source = read(path.parent.resolve(), path.name)
+        return cls(module, source) if isinstance(source, Source) else None
+
+    def place(self, function: FunctionType) -> Place | None:
+        """Where the function stands in the source; None when that is not the code it runs."""
+        code = function.__code__
+        place = self._places.get((code.co_name, code.co_firstlineno))
+        return place if place is not None and _same(self._codes[place], code) else None
+
+    @cached_property
+    def rewritten(self) -> Rewritten:
+        """With calls that carry the original expression, for the contract check."""
+        path = self._source.path
+        return rewrite(self._source.text, file=str(path), resolve=self._resolve, observe=True)
+
+    @cached_property
+    def observed(self) -> dict[Place, CodeType]:
+        """The rewritten code as it is."""
+        return dict(_codes(_compiled(self._tree(), self._shown)))
+
+    @cached_property
+    def plain(self) -> dict[Place, CodeType]:
+        """The rewritten code without the original expressions, as on disk."""
+        return dict(_codes(_compiled(_WithoutOriginals().visit(self._tree()), self._shown)))
+
+    def bind_imports(self) -> None:
+        """Gives the module the names that rewritten code imports."""
+        old = {ast.dump(node) for node in ast.parse(self._source.text).body}
+        new = [
+            node
+            for node in self._tree().body
+            if isinstance(node, ast.Import | ast.ImportFrom) and ast.dump(node) not in old
+        ]
+        exec(compile(ast.Module(new, []), str(self._source.path), "exec"), vars(self.module))
+
+    def loses_decorators(self, place: Place) -> bool:
+        """Whether rewriting takes decorators off the function: those that would compile it around the op."""
+        before, after = (_decorators(text, place) for text in (self._source.text, self.rewritten.source))
+        return before != after
+
+    def obstacle(self, place: Place, function: FunctionType) -> str | None:
+        """Why the function cannot take its new code."""
+        new = self.plain.get(place)
+        if new is None or new.co_freevars != function.__code__.co_freevars:
+            return "its rewritten code does not fit the function in memory"
+        if self.loses_decorators(place) and (others := _decorators(self.rewritten.source, place)):
+            return f"it is decorated by {', '.join(others)} besides"
+        return None
+
+    @cached_property
+    def _shown(self) -> str:
+        """The file's name in tracebacks, under which they find the rewritten source."""
+        name, text = f"{self._source.path}{SHOWN}", self.rewritten.source
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        return name
+
+    def _tree(self) -> ast.Module:
+        return ast.parse(self.rewritten.source)
+
+    def _resolve(self, name: str) -> str | None:
+        path = self._source.path
+        package = self.module.__name__ if path.stem == "__init__" else self.module.__package__ or ""
+        try:
+            imported = sys.modules.get(importlib.util.resolve_name(name, package))
+        except ImportError:
+            imported = None
+        file = Path(getattr(imported, "__file__", None) or "")
+        source = read(file.parent, file.name) if file.suffix == ".py" else None
+        return source.text if isinstance(source, Source) else resolver(path, path.parent, {})(name)
+
+
+class _WithoutOriginals(ast.NodeTransformer):
+    """Takes `site` and `original` off the calls of the runtime."""
+
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        self.generic_visit(node)
+        callee = node.func
+        if (
+            isinstance(callee, ast.Attribute)
+            and isinstance(callee.value, ast.Name)
+            and callee.value.id == RUNTIME
+        ):
+            node.keywords = [one for one in node.keywords if one.arg not in ("site", "original")]
+        return node
+
+
+def bare(attribute: Any, file_name: str) -> FunctionType | None:
+    """The function under static and class methods and under decorators, from a file of this name."""
+    for _ in range(10):  # no sane stack of decorators is deeper
+        if attribute is None or (_is_from(attribute, file_name) and _COMPILED not in vars(attribute)):
+            return attribute
+        below = [getattr(attribute, name, None) for name in (_COMPILED, "_torchdynamo_inline", *_WRAPPED)]
+        below += _enclosed(attribute, file_name)
+        attribute = next((one for one in below if one is not None), None)
+    return None
+
+
+_COMPILED = "_torchdynamo_orig_callable"
+_WRAPPED = ("__wrapped__", "__func__", "fget")
+
+
+def _is_from(attribute: Any, file_name: str) -> bool:
+    if not isinstance(attribute, FunctionType):
+        return False
+    return Path(attribute.__code__.co_filename.removesuffix(SHOWN)).name == file_name
+
+
+def _enclosed(attribute: Any, file_name: str) -> Iterator[FunctionType]:
+    """What a decorator without functools.wraps holds on to."""
+    for cell in getattr(attribute, "__closure__", None) or ():
+        try:
+            held = cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+        if _is_from(held, file_name):
+            yield held
+
+
+def _compiled(source: str | ast.Module, name: str) -> CodeType:
+    return compile(source, name, "exec", dont_inherit=True)
+
+
+def _codes(code: CodeType, above: Place = ()) -> Iterator[tuple[Place, CodeType]]:
+    """Classes and functions, but no lambdas or comprehensions: rewriting adds some."""
+    counts: dict[str, int] = {}
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType) and not constant.co_name.startswith("<"):
+            number = counts[constant.co_name] = counts.get(constant.co_name, -1) + 1
+            place = (*above, (constant.co_name, number))
+            yield place, constant
+            yield from _codes(constant, place)
+
+
+def _same(one: CodeType, other: CodeType) -> bool:
+    """Equal but for the file's name."""
+    return (
+        one.co_code == other.co_code
+        and one.co_names == other.co_names
+        and one.co_varnames == other.co_varnames
+    )
+
+
+def _decorators(text: str, place: Place) -> list[str]:
+    body: ast.AST = ast.parse(text)
+    for name, number in place:
+        body = [node for node in _definitions(body) if node.name == name][number]
+    return [ast.unparse(one) for one in body.decorator_list]
+
+
+def _definitions(node: ast.AST) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Those whose scope is this node's, in source order."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield child
+        else:
+            yield from _definitions(child)
