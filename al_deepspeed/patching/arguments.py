@@ -37,7 +37,7 @@ def _passed(function: Function, name: str) -> list[tuple[Function, cst.BaseExpre
     position = names.index(name) - (function.owner is not None)
     called = function.node.name.value
     module = function.module
-    callers = [*module.functions.values(), *(m for c in module.classes.values() for m in c.methods.values())]
+    callers = [*module.functions(), *(m for c in module.classes() for m in c.methods.values())]
     found = []
     for caller in callers:
         for call in _calls(caller.node, called):

@@ -6,13 +6,30 @@ only when a name from them matters; an unknown module is no error, its names jus
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
 
 Resolve = Callable[[str], str | None]
+ELSEWHERE = sys.stdlib_module_names | {"torch", "numpy", "einops"}  # no norms or helpers of models there
+
+
+@lru_cache(maxsize=256)
+def parsed(source: str) -> cst.Module:
+    """The same text is parsed once a process: the files of a tree import each other. Trees never change."""
+    return cst.parse_module(source)
+
+
+@lru_cache(maxsize=256)
+def outlined(source: str) -> ast.Module:
+    return ast.parse(source)
 
 
 @dataclass(eq=False)
@@ -73,52 +90,74 @@ class Class:
 
 
 class Module:
-    """One parsed module: `imports` maps a local name to the dotted name it stands for."""
+    """One module: `imports` maps a local name to the dotted name it stands for.
 
-    def __init__(self, tree: cst.Module, name: str, library: Library) -> None:
-        self.tree, self.name, self.library = tree, name, library
+    Classes and functions are parsed when somebody asks for them; Python's own parser, which is much quicker,
+    says where they stand.
+    """
+
+    def __init__(self, source: str, name: str, library: Library, tree: cst.Module | None = None) -> None:
+        self.name, self.library, self.tree = name, library, tree
         self.imports: dict[str, str] = {}
-        self.classes: dict[str, Class] = {}
-        self.functions: dict[str, Function] = {}
-        self._index(tree.body)
+        self._lines = source.splitlines(keepends=True)
+        self._spans: dict[str, tuple[int, int]] = {}
+        self._classes: dict[str, Class | None] = {}
+        self._functions: dict[str, Function | None] = {}
+        self._outline(outlined(source).body)
+        for statement in () if tree is None else _top_level(tree):
+            self._add(statement)
 
-    def _index(self, body) -> None:
+    def _outline(self, body: list[ast.stmt]) -> None:
         for statement in body:
-            if isinstance(statement, cst.ClassDef):
-                found = Class(statement.name.value, statement, self)
-                if isinstance(statement.body, cst.IndentedBlock):
-                    for inner in statement.body.body:
-                        if isinstance(inner, cst.FunctionDef):
-                            found.methods[inner.name.value] = method(inner, self, found)
-                self.classes[found.name] = found
-            elif isinstance(statement, cst.FunctionDef):
-                self.functions[statement.name.value] = Function(statement, self)
-            elif isinstance(statement, cst.SimpleStatementLine):
-                for small in statement.body:
-                    self._index_import(small)
-            elif isinstance(statement, cst.If | cst.Try):
-                self._index(statement.body.body)
+            if isinstance(statement, ast.Import | ast.ImportFrom):
+                self._index_import(statement)
+            elif isinstance(statement, ast.ClassDef | ast.FunctionDef):
+                first = min([statement.lineno, *(d.lineno for d in statement.decorator_list)])
+                self._spans[statement.name] = (first - 1, statement.end_lineno)
+            elif isinstance(statement, ast.If | ast.Try):
+                self._outline(statement.body)
                 for handler in getattr(statement, "handlers", ()):
-                    self._index(handler.body.body)
-                other = statement.orelse
-                if other is not None:
-                    self._index([other] if isinstance(other, cst.If) else other.body.body)
+                    self._outline(handler.body)
+                self._outline(statement.orelse)
 
-    def _index_import(self, node) -> None:
-        if isinstance(node, cst.Import):
-            for alias in node.names:
-                full = get_full_name_for_node(alias.name)
-                if alias.asname is not None:
-                    self.imports.setdefault(alias.asname.name.value, full)
-                else:
-                    self.imports.setdefault(full.split(".")[0], full.split(".")[0])
-        elif isinstance(node, cst.ImportFrom) and not isinstance(node.names, cst.ImportStar):
-            source = "." * len(node.relative) + (get_full_name_for_node(node.module) if node.module else "")
-            source = relative_to(self.name, source)
-            for alias in node.names:
-                name = alias.name.value
-                local = alias.asname.name.value if alias.asname is not None else name
-                self.imports.setdefault(local, f"{source}{'' if source.endswith('.') else '.'}{name}")
+    def _index_import(self, node: ast.Import | ast.ImportFrom) -> None:
+        for alias in node.names:
+            if isinstance(node, ast.Import):
+                local = alias.asname or alias.name.split(".")[0]
+                self.imports.setdefault(local, alias.name if alias.asname else local)
+            elif alias.name != "*":
+                source = relative_to(self.name, "." * node.level + (node.module or ""))
+                dot = "" if source.endswith(".") else "."
+                self.imports.setdefault(alias.asname or alias.name, f"{source}{dot}{alias.name}")
+
+    def _add(self, statement: cst.CSTNode) -> None:
+        if isinstance(statement, cst.ClassDef):
+            found = Class(statement.name.value, statement, self)
+            for inner in statement.body.body:
+                if isinstance(inner, cst.FunctionDef):
+                    found.methods[inner.name.value] = method(inner, self, found)
+            self._classes[found.name] = found
+        elif isinstance(statement, cst.FunctionDef):
+            self._functions[statement.name.value] = Function(statement, self)
+
+    def get(self, kind: str, name: str) -> Class | Function | None:
+        """The module's own class or function of that name; kind is "class" or "function"."""
+        known = self._classes if kind == "class" else self._functions
+        if name not in known and name in self._spans and self.tree is None:
+            first, last = self._spans.pop(name)
+            text = textwrap.dedent("".join(self._lines[first:last]))
+            for statement in parsed(text).body:
+                self._add(statement)
+        return known.get(name)
+
+    def classes(self) -> list[Class]:
+        return [
+            found for name in [*self._spans, *self._classes] if (found := self.get("class", name)) is not None
+        ]
+
+    def functions(self) -> list[Function]:
+        names = [*self._spans, *self._functions]
+        return [found for name in names if (found := self.get("function", name)) is not None]
 
     def qualified(self, node: cst.CSTNode) -> str | None:
         """The dotted name that an expression `a.b.c` stands for."""
@@ -128,17 +167,37 @@ class Module:
         first, dot, rest = full.partition(".")
         return self.imports.get(first, first) + dot + rest
 
-    def find_class(self, node: cst.CSTNode) -> Class | None:
-        name = self.qualified(node)
-        return None if name is None else self.library.find(self, name, "classes")
+    def _find(self, node: cst.CSTNode, kind: str):
+        full = get_full_name_for_node(node) if isinstance(node, cst.Name | cst.Attribute) else None
+        if full is None or (full.partition(".")[0] not in self.imports and "." in full):
+            return None
+        return self.library.find(self, self.qualified(node), kind)
 
-    def imported_classes(self) -> list[Class]:
-        found = [self.library.find(self, name, "classes") for name in self.imports.values() if "." in name]
-        return [item for item in found if item is not None]
+    def find_class(self, node: cst.CSTNode) -> Class | None:
+        return self._find(node, "class")
 
     def find_function(self, node: cst.CSTNode) -> Function | None:
-        name = self.qualified(node)
-        return None if name is None else self.library.find(self, name, "functions")
+        return self._find(node, "function")
+
+    def imported_classes(self) -> list[Class]:
+        found = [self.library.find(self, name, "class") for name in self.imports.values() if "." in name]
+        return [item for item in found if item is not None]
+
+
+def _top_level(tree: cst.Module):
+    """Classes and functions of a module, also those in `if` and `try`."""
+    waiting = list(tree.body)
+    while waiting:
+        statement = waiting.pop(0)
+        if isinstance(statement, cst.ClassDef | cst.FunctionDef):
+            yield statement
+        elif isinstance(statement, cst.If | cst.Try):
+            waiting += statement.body.body
+            for handler in getattr(statement, "handlers", ()):
+                waiting += handler.body.body
+            other = statement.orelse
+            if other is not None:
+                waiting += [other] if isinstance(other, cst.If) else other.body.body
 
 
 class Library:
@@ -150,7 +209,7 @@ class Library:
 
     def find(self, module: Module, name: str, kind: str, depth: int = 0):
         """The class or function called `name` as `module` sees it, or None."""
-        found = getattr(module, kind).get(name)
+        found = module.get(kind, name)
         if found is not None:
             return found
         source, _, last = name.rpartition(".")
@@ -161,7 +220,7 @@ class Library:
         other = self._load(source)
         if other is None:
             return None
-        found = getattr(other, kind).get(last)
+        found = other.get(kind, last)
         if found is None and last in other.imports:  # passed on by an __init__.py
             found = self.find(other, other.imports[last], kind, depth + 1)
         return found
@@ -169,13 +228,11 @@ class Library:
     def _load(self, name: str) -> Module | None:
         if name not in self._modules:
             self._modules[name] = None
-            if self._resolve is not None and not name.startswith(("torch.", "numpy.")):
+            if self._resolve is not None and name.partition(".")[0] not in ELSEWHERE:
                 source = self._resolve(name)
                 if source is not None:
-                    try:
-                        self._modules[name] = Module(cst.parse_module(source), name, self)
-                    except cst.ParserSyntaxError:
-                        pass
+                    with contextlib.suppress(SyntaxError, ValueError, cst.ParserSyntaxError):
+                        self._modules[name] = Module(source, name, self)
         return self._modules[name]
 
 

@@ -97,7 +97,7 @@ class Norms:
         """For an object of unknown class: what the classes in the module's sight assign to that attribute."""
         if not is_role(name):
             return None
-        classes = [*module.classes.values(), *module.imported_classes()]
+        classes = [*module.classes(), *module.imported_classes()]
         answers = [self.attribute_is_norm(found, name) for found in classes]
         known = [answer for answer in answers if answer is not None]
         return all(known) if known else None

@@ -186,6 +186,9 @@ def _scaled(core: Product | Sum, trail: Trail) -> Modulated | None:
     for side, other in sides:
         inner = Trail()
         normed, cast = peel(side, inner)
+        if isinstance(normed, View) and isinstance(peel(normed.base, Trail())[0], Normed):
+            if _one_plus(other, Trail()) is not None:
+                raise NoMatch("the norm's output is cut or reshaped before it is modulated")
         if not isinstance(normed, Normed):
             continue
         inner.through(normed)
@@ -202,7 +205,7 @@ def _one_plus(value: Value, trail: Trail) -> Operand | None:
     """1 + scale, also below views and casts: `(1 + scale)[:, None]`."""
     outer, passed = value, Trail()
     while True:
-        value, dtype = peel(value, passed)
+        value, _ = peel(value, passed)
         if isinstance(value, OnePlus):
             passed.through(value)
             trail.absorbed += passed.absorbed

@@ -8,6 +8,7 @@ module that does anything else, or holds anything else, is not recognised. Asked
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -114,7 +115,8 @@ def _try(norm: nn.Module, features: int, dtype: torch.dtype, device: torch.devic
         if p is not None
     }
     try:
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             found = type(norm).forward(_copy(norm, weights), rows)
             if not isinstance(found, Tensor) or found.shape != rows.shape:
                 return None

@@ -68,7 +68,7 @@ class Renderer:
         return self._rewritten(value, {})
 
     def code(self, value: Value) -> str:
-        return self.frame.module.tree.code_for_node(value.node)
+        return cst.Module([]).code_for_node(value.node)
 
     def _read(self, value: Read) -> cst.BaseExpression:
         bound = self._bound_name(value.definition)

@@ -14,7 +14,7 @@ from al_deepspeed.patching.calls import RUNTIME
 from al_deepspeed.patching.candidates import Candidate, find_candidates
 from al_deepspeed.patching.evaluate import Evaluator
 from al_deepspeed.patching.flow import Frame
-from al_deepspeed.patching.names import Class, Function, Library, Module, Resolve, method
+from al_deepspeed.patching.names import Class, Function, Library, Module, Resolve, method, outlined, parsed
 from al_deepspeed.patching.nodes import children, descend
 from al_deepspeed.patching.norms import Norms
 from al_deepspeed.patching.plan import Edits, plan
@@ -37,10 +37,10 @@ def rewrite(
     Raises:
         libcst.ParserSyntaxError: the source does not parse.
     """
-    tree = cst.parse_module(source)
-    lines = _Lines(tree)
+    tree = parsed(source)
+    lines = _Lines(tree, source)
     library = Library(resolve)
-    module = Module(tree, "", library)
+    module = Module(source, "", library, tree)
     evaluator = Evaluator(library, Norms())
     edits, sites, left = Edits(), [], []
     rewritten: set[cst.FunctionDef] = set()
@@ -61,11 +61,15 @@ def rewrite(
             rewritten.add(function.node)
         left += [Left(file, lines[c.root], name, c.refused) for c in planned.refused]
         left += [Left(file, lines[node], name, reason) for node, reason in found.near_misses]
+    left = list(dict.fromkeys(left))
     sites.sort(key=lambda site: site.line)
     left.sort(key=lambda item: item.line)
     if not sites:
         return Rewritten(source, (), tuple(left))
-    result = tree.visit(_Apply(edits, _without_fusing(tree, rewritten)))
+    unfused = _without_fusing(tree, rewritten)
+    apply = _Apply(edits, unfused)
+    body = [s.visit(apply) if unfused & set(descend(s)) else s for s in tree.body]
+    result = tree.with_changes(body=body)
     return Rewritten(_with_import(result).code, tuple(sites), tuple(left))
 
 
@@ -79,15 +83,36 @@ def _function(node: cst.FunctionDef, module: Module, around: Class | Function | 
 
 
 class _Lines:
-    """First line of a node; found out when somebody asks, since most files hold no site."""
+    """First line of a node. LibCST's positions are dear, so only of top-level statements that somebody asks for."""
 
-    def __init__(self, tree: cst.Module) -> None:
-        self.tree, self.positions = tree, None
+    def __init__(self, tree: cst.Module, source: str) -> None:
+        self.tree = tree
+        self.numbers: dict[cst.CSTNode, int] = {}
+        self.waiting = dict(zip(tree.body, _first_lines(tree, source), strict=True))
 
     def __getitem__(self, node: cst.CSTNode) -> int:
-        if self.positions is None:
-            self.positions = MetadataWrapper(self.tree, unsafe_skip_copy=True).resolve(PositionProvider)
-        return self.positions[node].start.line
+        while node not in self.numbers:
+            self._add(next(s for s in self.waiting if any(inner is node for inner in descend(s))))
+        return self.numbers[node]
+
+    def _add(self, statement: cst.CSTNode) -> None:
+        first = self.waiting.pop(statement)
+        module = self.tree.with_changes(header=(), body=[statement])
+        wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
+        positions = wrapper.resolve(PositionProvider)
+        before = first - positions[getattr(statement, "name", statement)].start.line
+        for inner in descend(statement):
+            self.numbers[inner] = positions[inner].start.line + before
+
+
+def _first_lines(tree: cst.Module, source: str) -> list[int]:
+    """Where each top-level statement starts: the line of `class` or `def`, not of decorators."""
+    starts = iter(outlined(source).body)
+    lines = []
+    for statement in tree.body:
+        count = len(statement.body) if isinstance(statement, cst.SimpleStatementLine) else 1
+        lines.append([next(starts).lineno for _ in range(count)][0])
+    return lines
 
 
 def _functions(tree: cst.Module, module: Module) -> list[tuple[Function, str]]:
@@ -97,7 +122,7 @@ def _functions(tree: cst.Module, module: Module) -> list[tuple[Function, str]]:
     def visit(node: cst.CSTNode, names: tuple[str, ...], around: Class | Function | None) -> None:
         for child in children(node):
             if isinstance(child, cst.ClassDef):
-                known = module.classes.get(child.name.value)
+                known = module.get("class", child.name.value)
                 inner = known if known is not None and known.node is child else None
                 visit(child, (*names, child.name.value), inner)
             elif isinstance(child, cst.FunctionDef):
