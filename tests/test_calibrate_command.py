@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from launching import EXTENSIONS, LAUNCHED, Launch, free_port, launch
+from small_corpus import make_corpus
 
 from al_deepspeed import cli
 from al_deepspeed.calibration.file import read_calibration
@@ -89,6 +90,8 @@ def test_m_comp_is_chosen_for_a_manifest(calibrated, calibrate, tmp_path):
     ("arguments", "message"),
     [
         ((), "takes one source"),
+        (("--deepspeed-config", "d", "--factory", "p:f", "--calibration", "c.json"), "goes with --check"),
+        (("--calibration", "c.json", "--check", "p.csv"), "--check measures in the live engine"),
         (("--from-scan", "s.csv", "--calibration", "c.json"), "takes one source"),
         (("--from-scan", "s.csv", "--predict", "p.csv"), "--predict needs --calibration"),
         (("--factory", "pkg:function"), "also needs --deepspeed_config"),
@@ -103,23 +106,20 @@ def test_bad_usage_exits_with_2(calibrate, arguments, message):
     assert message in err and "Traceback" not in err
 
 
-SHAPES = ((1, 8, 8), (5, 16, 16), (5, 32, 32))  # S = 16, 320, 1280
 DS_CONFIG = {
     "gradient_accumulation_steps": 2,
     "gradient_clipping": 1.0,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-    "zero_optimization": {"stage": 3},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},  # each layer is gathered
     "steps_per_print": 1_000_000,
 }
-FEW = ("--budget", "1h", "--largest-batch", "4", "--most-repeats", "2")  # ends when all pairs are measured
+FEW = ("--budget", "1h", "--largest-batch", "2", "--most-repeats", "2")  # ends when all pairs are measured
 
 
 @pytest.fixture
 def scan_options(tmp_path):
-    """A ds_config that names a manifest, the factory, and an environment that finds it."""
-    manifest = tmp_path / "manifest.csv"
-    rows = [",".join(map(str, shape)) for shape in SHAPES for _ in range(10)]
-    manifest.write_text("latent_frames,latent_height,latent_width\n" + "\n".join(rows) + "\n")
+    """A ds_config that names a corpus, the factory, and an environment that finds it."""
+    manifest = make_corpus(tmp_path / "corpus")
     batching = {"enabled": True, "manifest": str(manifest), "calibration": "calibration.json"}
     sampling = {"enabled": True, "dual_constraint_batching": batching}
     config = {**DS_CONFIG, "data_efficiency": {"enabled": True, "data_sampling": sampling}}
@@ -132,11 +132,16 @@ def scan_options(tmp_path):
     }
 
 
-def test_a_scan_on_two_ranks_and_a_slow_one_shows_as_spread(scan_options, tmp_path):
-    """The second rank sleeps a quarter of a second in each forward: all wait, and it is told apart."""
+def test_a_scan_of_the_trainers_model_on_two_ranks_and_a_slow_one_shows_as_spread(scan_options, tmp_path):
+    """The second rank sleeps a quarter of a second in each forward: all wait, and it is told apart.
+
+    Then two points are checked, one of a shape that the corpus does not have.
+    """
+    (tmp_path / "points.csv").write_text("B,shape\n1,3x8x8\n2,5x8x8\n")
     port = free_port()
     words = [str(Path(sys.executable).parent / "al-deepspeed"), "calibrate", *scan_options["arguments"]]
-    words += ["--launcher", f"--num_accelerators 2 --master_port {port}", "--json", "--", "--slow", "0.25"]
+    words += ["--launcher", f"--num_accelerators 2 --master_port {port}", "--json", "--check", "points.csv"]
+    words += ["--", "--slow", "0.25", "--trainer=--preset tiny --layers 1"]
     environment = {
         **os.environ,
         **scan_options["environment"],
@@ -148,16 +153,25 @@ def test_a_scan_on_two_ranks_and_a_slow_one_shows_as_spread(scan_options, tmp_pa
     with Launch(command, tmp_path, port, 280, environment) as run:
         run.wait()
     row = json.loads((tmp_path / "stdout.json").read_text())  # one JSON object, and nothing beside it
+    check = row.pop("check")
     assert row == json.loads((tmp_path / "calibration.json").read_text())
     assert (row["zero_stage"], row["ranks"], row["device"]) == (3, 2, "cpu")
     assert set(row["fingerprints"]) == {"model", "ds_config"}
     pairs = {(point["B"], point["S"]) for point in row["points"]}
-    assert {(1, 16), (1, 1280), (4, 16), (4, 1280)} <= pairs  # the corners
+    assert {(1, 4), (1, 80), (2, 4), (2, 80)} <= pairs  # the corners
     assert all(point["ms"] >= 250 for point in row["points"])
     lags = [point["rank_ms"][1] - point["rank_ms"][0] for point in row["points"] if point["rank_ms"]]
     assert lags and np.median(lags) > 150
     assert row["spread"] > 0.1
     assert not (tmp_path / "calibration.json.scan").exists()
+
+    assert check == json.loads((tmp_path / "points.json").read_text())
+    assert check["points"] == 1 and check["warnings"] == []
+    assert [(point["S"], point["scanned"]) for point in check["checked"]] == [(48, False), (80, True)]
+    for point in check["checked"]:
+        assert point["ms"] >= 250
+        assert point["ms_error"] == pytest.approx(point["predicted_ms"] / point["ms"] - 1)
+    assert check["worst_ms_error"] == abs(check["checked"][0]["ms_error"])
 
     calibration = read_calibration(tmp_path / "calibration.json")
     batching = DualConstraintBatching(
@@ -183,7 +197,7 @@ def scan(scan_options, folder, *arguments):
 
 
 def test_a_killed_scan_resumes_and_a_failed_allocation_ends_it_in_order(scan_options, tmp_path):
-    """Both ranks die after 14 forwards. Resumed, the second rank alone cannot allocate B*S = 5120: the first
+    """Both ranks die after 14 forwards. Resumed, the second rank alone cannot allocate B*S = 160: the first
     is then inside an all-gather of ZeRO-3 that the other never joins."""
     with scan(scan_options, tmp_path, "--", "--die-after", "14") as run:
         assert run.wait(expect=None) != 0
@@ -191,7 +205,7 @@ def test_a_killed_scan_resumes_and_a_failed_allocation_ends_it_in_order(scan_opt
     assert len(before) >= 2
     assert not (tmp_path / "calibration.json").exists()
 
-    with scan(scan_options, tmp_path, "--resume", "--", "--fail-above", "1500") as run:
+    with scan(scan_options, tmp_path, "--resume", "--", "--fail-above", "150") as run:
         run.wait()
         log = run.rank_log(0)
     assert "rank 1 could not allocate memory" in log
@@ -199,6 +213,6 @@ def test_a_killed_scan_resumes_and_a_failed_allocation_ends_it_in_order(scan_opt
     assert points[: len(before)] == before
     failed = [point for point in points if point["status"] == "out_of_memory"]
     assert [point["ms"] for point in failed] == [None]
-    assert failed[0]["B"] * failed[0]["S"] > 1500
-    assert all(point["B"] * point["S"] <= 1500 for point in points if point not in failed)
+    assert failed[0]["B"] * failed[0]["S"] > 150
+    assert all(point["B"] * point["S"] <= 150 for point in points if point not in failed)
     assert len(points) > len(before) + 1

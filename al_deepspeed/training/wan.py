@@ -19,6 +19,7 @@ from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from safetensors import safe_open
 
+from al_deepspeed.config import with_one_micro_batch
 from al_deepspeed.errors import ConfigError, CorpusError
 from al_deepspeed.scheduling.shapes import Corpus
 
@@ -77,7 +78,8 @@ def pretrained(name_or_dir: str, *, channels: int, text_dim: int, layers: int | 
 def build(source: Source, ds_config: dict) -> WanTransformer3DModel:
     """The model; partitioned over the ranks from birth where the ds_config is at ZeRO-3. Collective then."""
     born_partitioned = ds_config.get("zero_optimization", {}).get("stage", 0) == 3
-    with deepspeed.zero.Init(config_dict_or_path=deepcopy(ds_config)) if born_partitioned else nullcontext():
+    config = with_one_micro_batch(deepcopy(ds_config))
+    with deepspeed.zero.Init(config_dict_or_path=config) if born_partitioned else nullcontext():
         model = WanTransformer3DModel.from_config(source.config)
     if born_partitioned:  # zero.Init computes new tensors in the parameters' type; rotary angles need float64
         sizes = (model.rope.attention_head_dim, model.rope.patch_size, model.rope.max_seq_len)
