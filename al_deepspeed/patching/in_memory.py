@@ -23,7 +23,7 @@ from torch import nn
 
 from al_deepspeed.errors import PatchError
 from al_deepspeed.patching import prepared
-from al_deepspeed.patching.live import LiveModule, Place, bare
+from al_deepspeed.patching.live import LiveModule, Place, functions_under
 from al_deepspeed.patching.recipes import choose_recipes
 from al_deepspeed.patching.sites import Left, Site
 
@@ -217,8 +217,7 @@ def _reached(classes: list[type]) -> Iterator[_Reached]:
     methods: dict[str, list[_Reached]] = {}
     for cls in classes:
         for name, attribute in vars(cls).items():
-            function = bare(attribute, _file_name(cls.__module__))
-            if function is not None:
+            for function in functions_under(attribute, _file_name(cls.__module__)):
                 methods.setdefault(name, []).append(_Reached(cls, name, attribute, function))
     queue = [*methods.get("forward", ()), *methods.get("__call__", ())]
     seen = set()
@@ -237,14 +236,17 @@ def _called_by(function: FunctionType) -> Iterator[_Reached]:
     names = dict.fromkeys(_names(function.__code__))
     for name in names:
         value = function.__globals__.get(name)
-        held = [vars(value).get(part) for part in names] if isinstance(value, ModuleType) else [value]
-        for one in held:
+        held = (
+            {part: vars(value).get(part) for part in names}
+            if isinstance(value, ModuleType)
+            else {name: value}
+        )
+        for called, one in held.items():
             module = getattr(one, "__module__", None)
             if isinstance(one, type) or not callable(one) or module not in modules or not _ours(module):
                 continue
-            bared = bare(one, _file_name(module))
-            if bared is not None:
-                yield _Reached(modules[module], bared.__name__, one, bared)
+            for function in functions_under(one, _file_name(module)):
+                yield _Reached(modules[module], called, one, function)
 
 
 def _adds_and_multiplies(code: CodeType) -> bool:

@@ -125,19 +125,17 @@ class _WithoutOriginals(ast.NodeTransformer):
         return node
 
 
-def bare(attribute: Any, file_name: str) -> FunctionType | None:
-    """The function under static and class methods and under decorators, from a file of this name."""
-    for _ in range(10):  # no sane stack of decorators is deeper
-        if attribute is None or (_is_from(attribute, file_name) and _COMPILED not in vars(attribute)):
-            return attribute
-        below = [getattr(attribute, name, None) for name in (_COMPILED, "_torchdynamo_inline", *_WRAPPED)]
-        below += _enclosed(attribute, file_name)
-        attribute = next((one for one in below if one is not None), None)
-    return None
+def functions_under(attribute: Any, file_name: str, depth: int = 8) -> Iterator[FunctionType]:
+    """A function of this file, and those that decorators, static and class methods and compilers wrapped."""
+    if _is_from(attribute, file_name):
+        yield attribute
+    if attribute is None or isinstance(attribute, type) or depth == 0:
+        return
+    for one in (*(getattr(attribute, name, None) for name in WRAPPED), *_enclosed(attribute, file_name)):
+        yield from functions_under(one, file_name, depth - 1)
 
 
-_COMPILED = "_torchdynamo_orig_callable"
-_WRAPPED = ("__wrapped__", "__func__", "fget")
+WRAPPED = ("_torchdynamo_orig_callable", "_torchdynamo_inline", "__wrapped__", "__func__", "fget")
 
 
 def _is_from(attribute: Any, file_name: str) -> bool:
