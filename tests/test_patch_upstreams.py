@@ -1,0 +1,143 @@
+"""The matcher on code that people train with: sites against a count by hand, results against the original.
+
+Nothing of that code is in this repository. What stands here as the truth is tests/data/patch_sites, written
+before the matcher first ran on these files, and the unpatched code itself.
+"""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from upstream import nemo_layers
+from upstream.twins import difference
+from upstream_sites import counted
+from upstreams import unpacked
+
+from al_deepspeed.patching.rewriter import rewrite
+from al_deepspeed.patching.tree import resolver
+
+LIMIT = 1e-5
+PROGRAMS = Path(__file__).parent / "upstream"
+# Of these files some classes were counted, of all others the whole file.
+COUNTED_CLASSES = {"diffusers/models/attention.py": {"JointTransformerBlock"}}
+# NeMo 2.5.3, 2.6.2 and 2.7.0 hold the same files as 2.7.3, byte for byte.
+RELEASES = [
+    *[("diffusers", version) for version in ("0.42.1", "0.35.2")],
+    *[("megatron-bridge", version) for version in ("0.6.2", "0.4.0")],
+    *[("nemo-toolkit", version) for version in ("2.7.3", "2.4.1", "2.3.3", "2.2.1", "2.1.0")],
+]
+FILES = [
+    pytest.param(package, version, file, id=f"{package}-{version}-{Path(file).stem}")
+    for package, version in RELEASES
+    for file in counted(package)[version]
+]
+
+
+@pytest.fixture(scope="session")
+def cache(request) -> Path:
+    return Path(request.config.cache.mkdir("upstreams"))
+
+
+@pytest.mark.parametrize(("package", "version", "file"), FILES)
+def test_found_sites_are_those_counted_by_hand(cache, package, version, file):
+    root = unpacked(cache, package, version)
+    source = (root / file).read_text(encoding="utf-8")
+    resolve = resolver(root / file, root, {})
+    result = rewrite(source, file=file, resolve=resolve)
+    found = Counter((site.function.split(".")[0], site.line, site.kind) for site in result.sites)
+    if file in COUNTED_CLASSES:
+        found = Counter({place: n for place, n in found.items() if place[0] in COUNTED_CLASSES[file]})
+    expected = Counter(
+        (name, *place) for name, places in counted(package)[version][file].items() for place in places
+    )
+    assert sorted(found.elements()) == sorted(expected.elements())
+    compile(result.source, file, "exec")
+    again = rewrite(result.source, file=file, resolve=resolve)
+    assert (again.sites, again.source) == ((), result.source)
+
+
+def run(program: str, *arguments: object) -> tuple[dict[str, float], set[str]]:
+    """Runs a program of tests/upstream: errors by case, and the sites that patched code called."""
+    done = subprocess.run(
+        [sys.executable, str(PROGRAMS / program), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    printed = json.loads(done.stdout.splitlines()[-1])
+    return printed["errors"], set(printed["reached"])
+
+
+def assert_equal(errors: dict[str, float]) -> None:
+    assert errors
+    assert {case: error for case, error in errors.items() if not error <= LIMIT} == {}
+
+
+def places(package: str, version: str) -> set[str]:
+    return {
+        f"{file}:{line}"
+        for file, classes in counted(package)[version].items()
+        for entries in classes.values()
+        for line, _ in entries
+    }
+
+
+def test_patched_models_of_the_newest_diffusers_equal_the_originals(cache):
+    version = "0.42.1"
+    errors, reached = run("diffusers_models.py", unpacked(cache, "diffusers", version), "observed")
+    assert_equal(errors)
+    assert len(errors) == 16
+    assert reached == places("diffusers", version)  # every counted site was run, and nothing else
+
+
+def test_patched_models_of_last_years_diffusers_equal_the_originals(cache):
+    errors, reached = run("diffusers_models.py", unpacked(cache, "diffusers", "0.35.2"), "plain")
+    assert_equal(errors)
+    assert len(errors) == 16
+    assert reached == {"adaln", "residual_adaln", "gated_residual"}
+
+
+@pytest.mark.parametrize(
+    ("version", "parts"),
+    [
+        ("0.4.0", ("norms", "wan_layer")),
+        ("0.6.2", ("norms",)),  # its full layer wants a newer megatron-core than there is for Python 3.11
+    ],
+)
+def test_patched_layers_of_megatron_bridge_equal_the_originals(cache, version, parts):
+    core = unpacked(cache, "megatron-core", "0.16.1", foreign=False)
+    errors, reached = run("megatron_layers.py", core, unpacked(cache, "megatron-bridge", version), *parts)
+    assert_equal(errors)
+    in_the_layer = {"megatron/bridge/diffusion/models/wan/wan_layer_spec.py:239"}
+    assert reached == places("megatron-bridge", version) - (set() if "wan_layer" in parts else in_the_layer)
+
+
+@pytest.mark.parametrize("version", [version for package, version in RELEASES if package == "nemo-toolkit"])
+def test_patched_classes_of_nemo_equal_the_originals(cache, version):
+    root = unpacked(cache, "nemo-toolkit", version)
+    generator = torch.Generator().manual_seed(0)
+    x, branch = torch.randn(2, 6, 2, nemo_layers.FEATURES, generator=generator)
+    row = torch.randn(1, 2, nemo_layers.FEATURES, generator=generator)
+
+    def forward(adaln, x, branch, timestep):
+        shift, scale, gate, shift2, scale2, _ = adaln(timestep)
+        first = adaln.modulated_layernorm(x, shift=shift, scale=scale, layernorm_idx=0)
+        return first, adaln.scaled_modulated_layernorm(x, branch, gate, shift2, scale2, layernorm_idx=1)
+
+    layers, model = (nemo_layers.namespaces(root, file) for file in nemo_layers.NAMES)
+    config = nemo_layers.settings()
+    adaln = [space["AdaLN"](config, n_adaln_chunks=6, use_second_norm=True) for space in layers]
+    continuous = [space["AdaLNContinuous"](config, nemo_layers.FEATURES) for space in layers]
+    final = [space["FinalLayer"](nemo_layers.FEATURES, 2, 1, 4) for space in model]
+    assert_equal(
+        {
+            "AdaLN": difference(*adaln, x, branch, row, call=forward),
+            "AdaLNContinuous": difference(*continuous, x, row[0]),
+            "FinalLayer": difference(*final, x, row[0, :1]),
+        }
+    )
