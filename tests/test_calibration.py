@@ -138,6 +138,11 @@ def test_warnings_about_the_limits(calibration):
     assert any("exceeds M_comp = 100 ms" in warning for warning in budget_warnings(low, corpus))
     small = with_budget(replace(calibration, max_tokens=8000), corpus, world_size=16)
     assert any("exceeds M_mem = 8000 tokens" in warning for warning in budget_warnings(small, corpus))
+    far = corpus_from_samples(
+        np.full(9, 21), np.full(9, 90), np.full(9, 160)
+    )  # 75,600 tokens, 16,384 scanned
+    guess = with_budget(replace(calibration, max_tokens=400_000), far, world_size=16)
+    assert any("the longest scanned 16384" in warning for warning in budget_warnings(guess, far))
     with pytest.raises(CalibrationError, match="--capacity-gb, or --max-tokens"):
         with_budget(replace(calibration, max_tokens=None), corpus, world_size=16)
 

@@ -8,13 +8,14 @@ import numpy as np
 from al_deepspeed.calibration.file import Calibration, Setting
 from al_deepspeed.calibration.fit import PAPER, choose, fit_all
 from al_deepspeed.calibration.memory import MemoryFit, fit_memory
-from al_deepspeed.calibration.points import Point, columns
+from al_deepspeed.calibration.points import Point, columns, measured
 from al_deepspeed.errors import CalibrationError
 from al_deepspeed.scheduling.budget import best_max_cost
 from al_deepspeed.scheduling.shapes import Corpus
 
 MEMORY_FRACTION = 0.92
 ROOM = 2  # with less than this many longest samples in memory, their B is 1 whatever the budget
+FAR = 2  # times the longest scanned S: from here on a prediction is a guess
 WORTH = 1.01  # a budget helps if it raises predicted tokens/s at least this much over none
 
 
@@ -95,7 +96,13 @@ def budget_warnings(calibration: Calibration, corpus: Corpus) -> list[str]:
     """What a person should know about the two limits and this corpus."""
     longest = int(corpus.tokens[corpus.counts() > 0].max())
     alone = float(calibration.cost.cost(1, longest))
+    scanned = max(point.tokens for point in measured(calibration.points))
     warnings = []
+    if longest > FAR * scanned:
+        warnings.append(
+            f"the longest sample has {longest} tokens, the longest scanned {scanned}: what longer ones take is "
+            "extrapolated. Scan with a larger --budget."
+        )
     if alone > calibration.max_cost * (1 + 1e-9):
         warnings.append(
             f"the longest sample alone ({longest} tokens, {alone:.4g} ms) exceeds M_comp = "
