@@ -100,7 +100,7 @@ def budget_warnings(calibration: Calibration, corpus: Corpus) -> list[str]:
     warnings = []
     if longest > FAR * scanned:
         warnings.append(
-            f"the longest sample has {longest} tokens, the longest scanned {scanned}: what longer ones take is "
+            f"the longest sample has {longest} tokens, the longest scanned {scanned}: what lies beyond is "
             "extrapolated. Scan with a larger --budget."
         )
     if alone > calibration.max_cost * (1 + 1e-9):
