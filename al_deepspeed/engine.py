@@ -33,6 +33,7 @@ from al_deepspeed.config import (
 from al_deepspeed.coupling import Coupling
 from al_deepspeed.errors import ConfigError
 from al_deepspeed.groups import DataRanks, data_ranks
+from al_deepspeed.heap import freeze_heap
 from al_deepspeed.inputs import Inputs, open_inputs
 from al_deepspeed.loader import PlannedBatches
 from al_deepspeed.scheduling.options import PlanOptions
@@ -100,6 +101,7 @@ def initialize(
             _warn_of_another_setting(engine, raw, inputs)
     if patched is not None:
         _announce(engine, patched, settings.fused_adaln)
+    freeze_heap()
     return engine, optimizer, loader, lr_scheduler
 
 
