@@ -52,6 +52,16 @@ def first_difference(value: str) -> tuple[int, str] | None:
     return next(((rank, other) for rank, other in enumerate(values) if other != values[0]), None)
 
 
+def differing_names(values: dict[str, str]) -> tuple[int, list[str]] | None:
+    """The first rank some of whose values differ from rank 0's, and their names. Collective."""
+    everyone: list[dict[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, values)
+    for rank, others in enumerate(everyone):
+        if others != everyone[0]:
+            return rank, [name for name, value in others.items() if value != everyone[0].get(name)]
+    return None
+
+
 class StopOnSignal:
     """Ends a training loop cleanly on SIGTERM or SIGINT, after the same step on every rank.
 

@@ -57,18 +57,30 @@ class FusedAdaLN(Section):
         )
 
 
+NEED_A_MANIFEST = (
+    "strategy",
+    "group_by_shape",
+    "mixture",
+    "normalise_by",
+    "tail",
+    "on_oversize",
+    "max_variants",
+    "recalibrate",
+)
+
+
 class DualConstraintBatching(Section):
     """`dual_constraint_batching`: what the plan is made from, how batches are weighted, what is watched.
 
-    manifest: rows of samples. calibration: cost model and limits; without it max_tokens (M_mem), exponent (p)
-    and max_cost (M_comp). With it they overrule its own. recalibrate: "epoch" refits it to the telemetry at
-    each epoch's end. strategy .. max_variants: see scheduling/options.py.
-    lr_scaling: see learning_rate.py. run_dir: where telemetry.jsonl goes; absent, no file.
-    hang_timeout_s: see watchdog.py; 0 switches it off.
+    manifest: rows of samples; without it the dataset is a stream. calibration: cost model and limits; without
+    it max_tokens (M_mem), exponent (p) and max_cost (M_comp). With it they overrule its own. recalibrate:
+    "epoch" refits it to the telemetry at each epoch's end. strategy .. max_variants: see
+    scheduling/options.py. lr_scaling: see learning_rate.py. run_dir: where telemetry.jsonl goes; absent, no
+    file. hang_timeout_s: see watchdog.py; 0 switches it off.
     """
 
     enabled: bool = False
-    manifest: str
+    manifest: str | None = None
     calibration: str | None = None
     recalibrate: Literal["never", "epoch"] = "never"
     max_tokens: int | None = Field(None, gt=0)
@@ -87,6 +99,17 @@ class DualConstraintBatching(Section):
     max_variants: int | None = Field(None, gt=0)
     run_dir: str | None = None
     hang_timeout_s: float = Field(900.0, ge=0)
+
+    @model_validator(mode="after")
+    def _a_stream_shows_only_what_was_read(self) -> "DualConstraintBatching":
+        for name in NEED_A_MANIFEST if self.manifest is None else ():
+            value, only = getattr(self, name), type(self).model_fields[name].default
+            if value != only:
+                raise ValueError(
+                    f"has {name} {value!r} without a manifest; allowed for a stream, whose samples are not "
+                    f"known ahead: {only!r}. Index the data and give a manifest, or leave {name} out"
+                )
+        return self
 
     @model_validator(mode="after")
     def _limits_come_from_one_place(self) -> "DualConstraintBatching":
@@ -214,13 +237,19 @@ def read_config(config: dict | str | Path) -> Settings:
                 f"Set {key}.enabled to true, or {BATCHING_KEY}.enabled to false."
             )
     _refuse_what_changes_the_weights(raw)
+    curriculum = _curriculum(sampling)
+    if curriculum and batching.manifest is None:
+        raise ConfigError(
+            f"{CURRICULUM_KEY} is enabled, but {BATCHING_KEY} has no manifest: which samples of a stream a "
+            "curriculum admits is not known ahead. Index the data and give a manifest, or disable it."
+        )
     return Settings(
         fused_adaln=adaln,
         batching=batching,
         seed=_integer(efficiency, "seed", "data_efficiency", 1234),
         num_workers=_integer(sampling, "num_workers", SAMPLING_KEY, 0),
         pin_memory=_boolean(sampling, "pin_memory", SAMPLING_KEY),
-        curriculum=_curriculum(sampling),
+        curriculum=curriculum,
     )
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import logger
 
-from al_deepspeed.agreement import together
+from al_deepspeed.agreement import differing_names, together
 from al_deepspeed.calibration.file import Calibration
 from al_deepspeed.calibration.recalibration import recalibrate, recall
 from al_deepspeed.config import DualConstraintBatching
@@ -22,9 +22,10 @@ from al_deepspeed.errors import ConfigError, PlanError
 from al_deepspeed.groups import DataRanks
 from al_deepspeed.inputs import cost_and_limits
 from al_deepspeed.learning_rate import ScaledLearningRate
-from al_deepspeed.loader import Listener, PlannedBatches
+from al_deepspeed.loader import Batches, Listener
 from al_deepspeed.scheduling.plan import Plan
 from al_deepspeed.scheduling.sampler import PlanSampler
+from al_deepspeed.scheduling.streaming import StreamSampler
 from al_deepspeed.telemetry import (
     Stopwatch,
     TelemetryFile,
@@ -53,14 +54,14 @@ class Coupling(Listener):
     def __init__(
         self,
         engine: Any,
-        sampler: PlanSampler,
+        sampler: PlanSampler | StreamSampler,
         batching: DualConstraintBatching,
         calibration: Calibration | None,
         ranks: DataRanks,
     ) -> None:
         self._engine, self._sampler, self._ranks = engine, sampler, ranks
         self._batching, self._first_calibration, self._calibration = batching, calibration, calibration
-        self._loader: PlannedBatches | None = None
+        self._loader: Batches | None = None
         self._learning_rate = ScaledLearningRate(engine, batching.lr_scaling)
         self._watchdog = Watchdog(batching.hang_timeout_s, self._describe)
         self._stopwatch = Stopwatch()
@@ -68,12 +69,13 @@ class Coupling(Listener):
         self._entered_step = 0  # how many of them reached engine.step()
         self._totals = {"samples": 0, "tokens": 0}
         self._warned: set[str] = set()
+        self._compared: Plan | None = None
         self._measures = batching.run_dir is not None or engine.monitor.enabled
         self._file = None
         if batching.run_dir is not None and dist.get_rank() == 0:
             self._file = TelemetryFile(Path(batching.run_dir))
 
-    def hook(self, loader: PlannedBatches) -> None:
+    def hook(self, loader: Batches) -> None:
         """Wraps the engine's `step`, `save_checkpoint` and `load_checkpoint`, on this instance alone."""
         engine, self._loader = self._engine, loader
         # DeepSpeed's throughput timer starts in the forward pass unless there is a training_dataloader, which
@@ -120,6 +122,8 @@ class Coupling(Listener):
 
         def counted_step(*args: Any, **kwargs: Any) -> Any:
             self._enter_step()
+            if self._handed_out:
+                self._compare_plans(self._handed_out[-1][0])
             steps, factor = engine.global_steps, 1.0
             if self._handed_out and engine.is_gradient_accumulation_boundary():
                 plan, micro_step = self._handed_out[0]
@@ -136,6 +140,20 @@ class Coupling(Listener):
             return result
 
         return counted_step
+
+    def _compare_plans(self, plan: Plan) -> None:
+        """Before a plan's first step: ranks made it without talking, and a last bit may part machines."""
+        if plan is self._compared:
+            return
+        difference = differing_names(plan.digests())
+        if difference is not None:
+            rank, names = difference
+            raise PlanError(
+                f"rank {rank}'s plan of epoch {self._sampler.epoch} differs from rank 0's in "
+                f"{', '.join(names)}, though settings, manifest and calibration are the same: the machines' "
+                "arithmetic differs. Use one NumPy version and one kind of CPU for all ranks."
+            )
+        self._compared = plan
 
     def _enter_step(self) -> None:
         if len(self._handed_out) > self._entered_step:
@@ -237,9 +255,11 @@ class Coupling(Listener):
             recalled = recall(Path(self._batching.run_dir), state["sampler"]["epoch"])
             self._plan_by(recalled or self._first_calibration)
         try:
-            self._sampler.load_state_dict(state["sampler"])
+            note = self._sampler.load_state_dict(state["sampler"])
         except PlanError as error:
             raise PlanError(f"{path}: {error} To take its weights only: load_module_only=True.") from error
+        if note is not None and dist.get_rank() == 0:
+            logger.warning(f"{path}: {note}")
         self._totals = dict(state["totals"])
         self._begin_step()
         self._loader.invalidate()
@@ -250,8 +270,8 @@ class Coupling(Listener):
         own = self._ranks.own
 
         def runs(rank: int) -> str:
-            batch = plan.micro_batch(micro_step, rank)
-            return f"{plan.corpus.bucket_name(batch.bucket)}, B={len(batch.sample_ids)}"
+            bucket = plan.bucket[micro_step, rank]
+            return f"{plan.corpus.bucket_name(bucket)}, B={plan.size[micro_step, rank]}"
 
         others = "; ".join(f"{rank}: {runs(rank)}" for rank in range(plan.world_size) if rank != own)
         return (

@@ -7,7 +7,7 @@ call, count and hand on; what they return is DeepSpeed's.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -35,9 +35,11 @@ from al_deepspeed.errors import ConfigError
 from al_deepspeed.groups import DataRanks, data_ranks
 from al_deepspeed.heap import freeze_heap
 from al_deepspeed.inputs import Inputs, open_inputs
-from al_deepspeed.loader import PlannedBatches
+from al_deepspeed.loader import Batches, PlannedBatches
 from al_deepspeed.scheduling.options import PlanOptions
 from al_deepspeed.scheduling.sampler import PlanSampler
+from al_deepspeed.scheduling.streaming import StreamSampler
+from al_deepspeed.stream_loader import ShapedSamples, StreamedBatches, gathering
 
 if TYPE_CHECKING:
     from al_deepspeed.patching.in_memory import Report
@@ -58,14 +60,17 @@ def initialize(
     mesh_param: Any = None,
     config_params: dict | str | None = None,
     *,
-    dataset: Dataset | None = None,
-) -> tuple[Any, Any, PlannedBatches | Any, Any]:
+    dataset: Dataset | Iterable | None = None,
+    shape_of: Callable[[Any], tuple[int, int, int]] | None = None,
+) -> tuple[Any, Any, Batches | Any, Any]:
     """`deepspeed.initialize` with planned batches. All ranks call it; they fail together or not at all.
 
     Args:
         args .. config_params: as `deepspeed.initialize` takes them. `collate_fn` must return a dict; torch's
             default stacks the tensors of the samples' dicts.
         dataset: map-style, one sample a row of the manifest. Left out, the manifest's own shards are read.
+            Without a manifest: an iterable of this rank's samples, dicts as a rule; see stream_loader.py.
+        shape_of: latent (frames, height, width) of a stream's sample; left out, that of its "latent".
     Returns:
         (engine, optimizer, loader, lr_scheduler). The loader yields this rank's batches with `loss_weight`.
         Without `dual_constraint_batching` it is whatever DeepSpeed makes of `training_data`.
@@ -78,6 +83,8 @@ def initialize(
         settings = read_config(raw)
         inputs = _open_inputs(settings, dataset, training_data)
         patched = _patch(settings.fused_adaln, model)
+        if shape_of is not None and (inputs is None or inputs.corpus is not None):
+            raise ConfigError("shape_of was given, but the data are no stream; allowed without a manifest.")
     _same_on_all_ranks(settings, inputs, patched)
     with _one_config(args):
         engine, optimizer, loader, lr_scheduler = deepspeed.initialize(
@@ -96,8 +103,13 @@ def initialize(
         )
     if inputs is not None:
         ranks = data_ranks(engine)
+        gather = gathering() if inputs.corpus is None else None
         with together():
-            loader = _planned_batches(engine, settings, inputs, ranks, collate_fn)
+            if inputs.corpus is None:
+                source = ShapedSamples(inputs.dataset, shape_of, settings.num_workers)
+                loader = _streamed_batches(engine, settings, inputs, ranks, collate_fn, source, gather)
+            else:
+                loader = _planned_batches(engine, settings, inputs, ranks, collate_fn)
             _warn_of_another_setting(engine, raw, inputs)
     if patched is not None:
         _announce(engine, patched, settings.fused_adaln)
@@ -130,17 +142,9 @@ def _planned_batches(
     engine: Any, settings: Settings, inputs: Inputs, ranks: DataRanks, collate_fn: Callable | None
 ) -> PlannedBatches:
     batching = settings.batching
-    sampler = PlanSampler(
-        inputs.corpus,
-        inputs.cost,
-        inputs.limits,
-        rank=ranks.own,
-        world_size=ranks.size,
-        accumulation=engine.gradient_accumulation_steps(),
-        seed=settings.seed,
-        curriculum={name: metric.model_dump() for name, metric in settings.curriculum.items()},
-        **{field.name: getattr(batching, field.name) for field in fields(PlanOptions)},
-    )
+    curriculum = {name: metric.model_dump() for name, metric in settings.curriculum.items()}
+    world = _world(engine, settings, ranks)
+    sampler = PlanSampler(inputs.corpus, inputs.cost, inputs.limits, curriculum=curriculum, **world)
     if all(metric.schedule_type != "custom" for metric in settings.curriculum.values()):
         _ = sampler.plan  # what cannot be planned is refused now; a custom schedule is given later
     coupling = Coupling(engine, sampler, batching, inputs.calibration, ranks)
@@ -154,6 +158,39 @@ def _planned_batches(
     )
     coupling.hook(loader)
     return loader
+
+
+def _streamed_batches(
+    engine: Any,
+    settings: Settings,
+    inputs: Inputs,
+    ranks: DataRanks,
+    collate_fn: Callable | None,
+    source: ShapedSamples,
+    gather: Callable,
+) -> StreamedBatches:
+    if ranks.size < len(ranks.of_rank):
+        raise ConfigError(
+            f"the data are a stream, but {len(ranks.of_rank)} ranks form {ranks.size} data-parallel ones: "
+            "those of one model would have to read the same samples. Index the data and give a manifest."
+        )
+    world = _world(engine, settings, ranks)
+    sampler = StreamSampler(source, inputs.cost, inputs.limits, gather=gather, **world)
+    coupling = Coupling(engine, sampler, settings.batching, inputs.calibration, ranks)
+    loader = StreamedBatches(sampler, collate_fn=collate_fn, listener=coupling)
+    coupling.hook(loader)
+    return loader
+
+
+def _world(engine: Any, settings: Settings, ranks: DataRanks) -> dict[str, Any]:
+    """What both kinds of samplers are told of ranks, chance and options."""
+    return {
+        "rank": ranks.own,
+        "world_size": ranks.size,
+        "accumulation": engine.gradient_accumulation_steps(),
+        "seed": settings.seed,
+        **{field.name: getattr(settings.batching, field.name) for field in fields(PlanOptions)},
+    }
 
 
 def _warn_of_another_setting(engine: Any, config: dict, inputs: Inputs) -> None:
@@ -200,7 +237,9 @@ def _one_config(args: Any) -> Iterator[None]:
         args.deepspeed_config = path
 
 
-def _open_inputs(settings: Settings, dataset: Dataset | None, training_data: Dataset | None) -> Inputs | None:
+def _open_inputs(
+    settings: Settings, dataset: Dataset | Iterable | None, training_data: Dataset | None
+) -> Inputs | None:
     if settings.fused_adaln.enabled:
         from al_deepspeed.ops import set_backend
 
@@ -223,7 +262,8 @@ def _same_on_all_ranks(settings: Settings, inputs: Inputs | None, patched: "Repo
     if patched is not None:
         what += patched.lines()
     if inputs is not None:
-        what += [inputs.corpus.fingerprint, repr(inputs.cost), repr(inputs.limits)]
+        corpus = "a stream" if inputs.corpus is None else inputs.corpus.fingerprint
+        what += [corpus, repr(inputs.cost), repr(inputs.limits)]
     difference = first_difference("\n".join(what))
     if difference is not None:
         rank, other = difference

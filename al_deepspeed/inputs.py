@@ -1,5 +1,9 @@
-"""What a plan is made from, opened and checked: the manifest, the dataset it indexes, cost and limits."""
+"""What a plan is made from, opened and checked: the manifest, the dataset it indexes, cost and limits.
 
+Without a manifest the dataset is a stream, whose shapes show only as it is read.
+"""
+
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,20 +20,22 @@ from al_deepspeed.scheduling.shapes import Corpus
 
 @dataclass(frozen=True)
 class Inputs:
-    """calibration: None where the config gives limits and exponent itself."""
+    """corpus: None of a stream. calibration: None where the config gives limits and exponent itself."""
 
-    dataset: Dataset
-    corpus: Corpus
+    dataset: Dataset | Iterable
+    corpus: Corpus | None
     cost: CostModel
     limits: Limits
     calibration: Calibration | None
 
 
-def open_inputs(batching: DualConstraintBatching, dataset: Dataset | None) -> Inputs:
+def open_inputs(batching: DualConstraintBatching, dataset: Dataset | Iterable | None) -> Inputs:
     """Opens what the config names; errors name the key that named it."""
-    manifest = _named("manifest", batching.manifest, read_manifest)
-    corpus = manifest.corpus()
-    dataset = _matching_dataset(manifest, dataset)
+    if batching.manifest is None:
+        corpus, dataset = None, _stream(dataset)
+    else:
+        manifest = _named("manifest", batching.manifest, read_manifest)
+        corpus, dataset = manifest.corpus(), _matching_dataset(manifest, dataset)
     calibration = None
     if batching.calibration is not None:
         calibration = _named("calibration", batching.calibration, read_calibration)
@@ -61,6 +67,16 @@ def _named(key: str, path: str, read):
         raise type(error)(f"{BATCHING_KEY}.{key} is {path!r} (from {Path.cwd()}): {error}") from error
 
 
+def _stream(dataset: Dataset | Iterable | None) -> Iterable:
+    if not hasattr(dataset, "__iter__"):
+        given = "no dataset was given" if dataset is None else f"dataset is a {type(dataset).__name__}"
+        raise ConfigError(
+            f"{BATCHING_KEY}.manifest is missing, and {given}; allowed: a manifest, or without one a dataset "
+            "to iterate over, each rank its own part: a WebDataset pipeline or an IterableDataset."
+        )
+    return dataset
+
+
 def _matching_dataset(manifest: Manifest, dataset: Dataset | None) -> Dataset:
     from al_deepspeed.data.shards import LatentDataset
 
@@ -69,7 +85,8 @@ def _matching_dataset(manifest: Manifest, dataset: Dataset | None) -> Dataset:
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise ConfigError(
             f"dataset is a {type(dataset).__name__}; allowed: a map-style dataset, with __len__ and "
-            "__getitem__, whose index is the row of the manifest."
+            f"__getitem__, whose index is the row of the manifest. To read a stream, leave {BATCHING_KEY}."
+            "manifest out."
         )
     rows = manifest.table.num_rows
     if len(dataset) != rows:

@@ -44,61 +44,31 @@ class Listener:
         """An iteration ended, by itself or by a `break`."""
 
 
-class PlannedBatches:
-    """The loader that `initialize` returns. A batch is what `collate_fn` made of the samples, and with it
+class Batches:
+    """A loader that `initialize` returns. A batch is what `collate_fn` made of the samples, and with it
 
         loss_weight   float32 tensor without dimensions: engine.backward(mean_loss * batch["loss_weight"])
-        sample_ids    int64 tensor [B], rows of the manifest
+        sample_ids    int64 tensor [B], rows of the manifest; of a stream, counts of this rank's samples
         shape         latent (frames, height, width)
         tokens        sequence length S
         filler        whether the batch only keeps this rank in step, at weight 0
 
-    `len(loader)` is the number of micro-steps left in the epoch.
-
     Args:
-        dataset: map-style, indexed by row of the manifest.
         sampler: this rank's view of the plan.
-        collate_fn: list of samples -> dict; torch's default stacks tensors.
-        num_workers: processes that read ahead; they live as long as the loader.
-        pin_memory: page-locked batches; None: where the accelerator is a GPU.
         listener: told of every batch.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        sampler: PlanSampler,
-        *,
-        collate_fn: Callable[[list], dict] | None = None,
-        num_workers: int = 0,
-        pin_memory: bool | None = None,
-        listener: Listener | None = None,
-    ) -> None:
-        if pin_memory is None:
-            pin_memory = get_accelerator().device_name() != "cpu"
+    def __init__(self, sampler: Any, listener: Listener | None) -> None:
         self.data_sampler = DeepSpeedSampler(sampler)
         self.post_process_func: Callable | None = None  # DeepSpeed's set_data_post_process_func assigns it
         self._sampler = sampler
         self._listener = listener or Listener()
         self._iteration = 0
-        self._drawn: deque[tuple[Plan, int, MicroBatch]] = deque()
-        self._batches = DataLoader(
-            dataset,
-            batch_sampler=_Draws(self),
-            collate_fn=collate_fn or default_collate,
-            num_workers=num_workers,
-            persistent_workers=num_workers > 0,
-            pin_memory=pin_memory,
-            worker_init_fn=heed_only_the_rank,
-        )
 
     @property
     def epoch(self) -> int:
         """The epoch that training stands in: the one that the next iteration goes through."""
         return self._sampler.epoch
-
-    def __len__(self) -> int:
-        return len(self._sampler) - self._listener.micro_steps_done
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.invalidate()
@@ -111,33 +81,26 @@ class PlannedBatches:
     def invalidate(self) -> None:
         """Ends iterations in progress: the position jumps, or another iteration begins."""
         self._iteration += 1
-        self._drawn.clear()
 
-    def draw(self) -> Iterator[list[int]]:
-        """Sample ids for torch's DataLoader, ahead of training; notes what it gave out, in order."""
-        plan, rank = self._sampler.plan, self._sampler.rank
-        for micro_step in range(self._sampler.position + self._listener.micro_steps_done, plan.micro_steps):
-            micro_batch = plan.micro_batch(micro_step, rank)
-            self._drawn.append((plan, micro_step, micro_batch))
-            yield micro_batch.sample_ids.tolist()
+    def collated(self) -> Iterator[tuple[Plan, int, MicroBatch, Any]]:
+        """Micro-batches from the position on, each with what `collate_fn` made of its samples."""
+        raise NotImplementedError
 
     def _iterate(self, iteration: int) -> Iterator[dict[str, Any]]:
-        batches = None
+        micro_batches = self.collated()
         try:
             while True:
                 self._listener.wait()
                 start = time.perf_counter()
-                if iteration == self._iteration:
-                    batches = iter(self._batches) if batches is None else batches
-                    batch = next(batches, None)
+                drawn = next(micro_batches, None) if iteration == self._iteration else None
                 if iteration != self._iteration:
                     raise PlanError(
                         "this iteration over the loader ended when another began or a checkpoint was loaded. "
                         "Start a new one: for batch in loader."
                     )
-                if batch is None:
+                if drawn is None:
                     return
-                plan, micro_step, micro_batch = self._drawn.popleft()
+                plan, micro_step, micro_batch, batch = drawn
                 batch = self._complete(batch, micro_batch)
                 self._listener.hand_out(plan, micro_step, (time.perf_counter() - start) * 1e3)
                 yield batch
@@ -163,6 +126,63 @@ class PlannedBatches:
         if self.post_process_func is not None:
             batch = self.post_process_func(batch, self._sampler.state_dict())
         return batch
+
+
+class PlannedBatches(Batches):
+    """Batches of a manifest's samples. `len(loader)` is the number of micro-steps left in the epoch.
+
+    Args:
+        dataset: map-style, indexed by row of the manifest.
+        sampler: this rank's view of the plan.
+        collate_fn: list of samples -> dict; torch's default stacks tensors.
+        num_workers: processes that read ahead; they live as long as the loader.
+        pin_memory: page-locked batches; None: where the accelerator is a GPU.
+        listener: told of every batch.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        sampler: PlanSampler,
+        *,
+        collate_fn: Callable[[list], dict] | None = None,
+        num_workers: int = 0,
+        pin_memory: bool | None = None,
+        listener: Listener | None = None,
+    ) -> None:
+        super().__init__(sampler, listener)
+        if pin_memory is None:
+            pin_memory = get_accelerator().device_name() != "cpu"
+        self._drawn: deque[tuple[Plan, int, MicroBatch]] = deque()
+        self._batches = DataLoader(
+            dataset,
+            batch_sampler=_Draws(self),
+            collate_fn=collate_fn or default_collate,
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            pin_memory=pin_memory,
+            worker_init_fn=heed_only_the_rank,
+        )
+
+    def __len__(self) -> int:
+        return len(self._sampler) - self._listener.micro_steps_done
+
+    def invalidate(self) -> None:
+        super().invalidate()
+        self._drawn.clear()
+
+    def draw(self) -> Iterator[list[int]]:
+        """Sample ids for torch's DataLoader, ahead of training; notes what it gave out, in order."""
+        plan, rank = self._sampler.plan, self._sampler.rank
+        for micro_step in range(self._sampler.position + self._listener.micro_steps_done, plan.micro_steps):
+            micro_batch = plan.micro_batch(micro_step, rank)
+            self._drawn.append((plan, micro_step, micro_batch))
+            yield micro_batch.sample_ids.tolist()
+
+    def collated(self) -> Iterator[tuple[Plan, int, MicroBatch, Any]]:
+        for batch in self._batches:
+            if self._drawn:  # else the iteration was ended, which whoever asks finds out
+                yield *self._drawn.popleft(), batch
 
 
 class _Draws:

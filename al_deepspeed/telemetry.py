@@ -4,7 +4,8 @@ Rank 0 writes the file; it knows the plan of every rank, so only measurements tr
 numbers a rank, after the optimizer step. R is the data-parallel size, G the micro-steps of a step.
 
     step                  optimizer steps completed, counted over restarts (DeepSpeed's global_steps)
-    epoch, micro_step     of the step's first micro-step; micro_step counts from the epoch's start
+    epoch, micro_step     of the step's first micro-step; micro_step counts from the epoch's start, with a
+                          stream from its window's
     samples, tokens       of this step over all ranks, fillers not counted
     samples_total, tokens_total    since the first step, over restarts
     fillers               micro-batches of the step that repeat a sample at weight 0

@@ -70,6 +70,8 @@ class Trainer:
         batching = read_config(config).batching
         if batching is None:
             raise ConfigError(f"{arguments.config} does not enable {BATCHING_KEY}; see launch/configs.")
+        if batching.manifest is None:
+            raise ConfigError(f"{BATCHING_KEY}.manifest is missing; this trainer reads no stream.")
         if (self.folder / FILE_NAME).exists() and not arguments.resume:
             raise ConfigError(f"{self.folder} holds a run. Give --resume to go on with it, or another --run.")
         self.manifest = batching.manifest

@@ -72,7 +72,22 @@ FAULTS = {
     "max_tokens 0": (ds_config({"max_tokens": 0}), [f"{BATCHING_KEY}.max_tokens", "is 0", "more than 0"]),
     "max_tokens text": (ds_config({"max_tokens": "16k"}), ["max_tokens is '16k'", "an integer"]),
     "max_tokens true": (ds_config({"max_tokens": True}), ["max_tokens is True", "an integer"]),
-    "no manifest": (ds_config({"manifest": ...}), [f"{BATCHING_KEY}.manifest", "missing"]),
+    "stream by another strategy": (
+        ds_config({"manifest": ..., "strategy": "dual_constraint"}),
+        [
+            f"{BATCHING_KEY} has strategy 'dual_constraint' without a manifest",
+            "allowed for a stream",
+            "balanced",
+        ],
+    ),
+    "stream weighted by the epoch": (
+        ds_config({"manifest": ..., "normalise_by": "epoch"}),
+        ["normalise_by 'epoch' without a manifest", "'step'. Index the data"],
+    ),
+    "stream with a curriculum": (
+        ds_config({"manifest": ...}, curriculum=CURRICULUM),
+        ["curriculum_learning is enabled", "has no manifest"],
+    ),
     "unknown strategy": (
         ds_config({"strategy": "dual_constrain"}),
         ["strategy is 'dual_constrain'", "'equal_token'", "Did you mean 'dual_constraint'?"],

@@ -139,9 +139,16 @@ def test_changed_planning_is_an_error_with_both_fingerprints():
         resumed(saved(world), 2, 1, lookahead=8)
 
 
-def test_a_state_of_another_version_is_an_error():
-    state = saved(samplers(2)) | {"version": 99}
-    with pytest.raises(PlanError, match="version 99; this release reads"):
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"version": 99}, "has version 99; this release reads a whole one of version 1"),
+        ({"version": 1, "epoch": 0, "parts": []}, "lacks manifest, planning, seed, steps_before_epoch;"),
+        ({"streaming": True, "epoch": 0, "windows": 3}, "is a stream's, which names no samples"),
+    ],
+)
+def test_a_state_that_is_no_position_of_ours_is_an_error(state, words):
+    with pytest.raises(PlanError, match=words):
         resumed(state, 2, 1)
 
 

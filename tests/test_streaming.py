@@ -20,55 +20,70 @@ from al_deepspeed.scheduling.windows import plan_window
 LIMITS = Limits(MIX_MEMORY, float(WAN.cost(1, 75600)))
 
 
-def stream(rank: int, samples: int):
-    """Pairs of shape and a name, of this rank alone."""
-    weights = np.array([row[3] for row in MIX])
-    drawn = np.random.default_rng(rank).choice(len(MIX), samples, p=weights / weights.sum())
-    for number, row in enumerate(drawn.tolist()):
-        frames, height, width, _ = MIX[row]
-        yield ("image" if frames == 1 else "video", frames, height, width), (rank, number)
+class Stream:
+    """Pairs of shape and a name, of one rank alone; another permutation each time it is iterated over."""
+
+    def __init__(self, rank: int, samples: int, failing_at: int | None = None) -> None:
+        weights = np.array([row[3] for row in MIX])
+        self.drawn = np.random.default_rng(rank).choice(len(MIX), samples, p=weights / weights.sum())
+        self.rank, self.failing_at = rank, failing_at
+
+    def shape(self, number: int) -> tuple[str, int, int, int]:
+        frames, height, width, _ = MIX[self.drawn[number]]
+        return ("image" if frames == 1 else "video", frames, height, width)
+
+    def __iter__(self):
+        for number in range(len(self.drawn)):
+            if number == self.failing_at:
+                raise OSError("the tar ends early")
+            yield self.shape(number), (self.rank, number)
 
 
-def run_ranks(world_size: int, samples: list[int], **options):
-    """All ranks in threads: what each yields, and the plans of its windows."""
+def run_ranks(streams: list, epochs: int = 1, take=None, **options):
+    """All ranks in threads: what each yields a epoch, the plans of its windows, and errors."""
+    world_size = len(streams)
     barrier, reports = threading.Barrier(world_size), [None] * world_size
     yielded, plans = [[] for _ in range(world_size)], [[] for _ in range(world_size)]
 
     def rank_main(rank: int) -> None:
         def gather(report):
             reports[rank] = report
-            barrier.wait()
+            barrier.wait(30)
             everyone = list(reports)
-            barrier.wait()
+            barrier.wait(30)
             return everyone
 
         world = {"rank": rank, "world_size": world_size, "gather": gather}
-        sampler = StreamSampler(stream(rank, samples[rank]), WAN, LIMITS, **world, **options)
-        try:
-            for batch, names in sampler:
-                if not plans[rank] or plans[rank][-1] is not sampler.plan:
-                    plans[rank].append(sampler.plan)
-                yielded[rank].append((batch, names))
-        except BaseException:
-            barrier.abort()  # or the others would wait for ever
-            raise
+        sampler = StreamSampler(streams[rank], WAN, LIMITS, **world, **options)
+        while sampler.epoch < epochs:
+            for plan, micro_step, batch, names in sampler.upcoming():
+                if micro_step == 0:
+                    plans[rank].append(plan)
+                yielded[rank].append((sampler.epoch, batch, names))
+                sampler.advance()
+                if take is not None and len(yielded[rank]) % take == 0:
+                    break  # as training loops do; the next iteration goes on
 
     with ThreadPoolExecutor(world_size) as ranks:
         errors = [done.exception() for done in [ranks.submit(rank_main, rank) for rank in range(world_size)]]
-    for error in errors:
-        if error is not None and not isinstance(error, threading.BrokenBarrierError):
-            raise error
-    return yielded, plans
+    return yielded, plans, errors
 
 
-def test_every_sample_of_every_stream_once_and_equal_counts():
+@pytest.mark.parametrize("take", [None, 7])
+def test_every_sample_of_every_stream_once_an_epoch_and_equal_counts(take):
     samples = [300, 80, 151]
-    yielded, plans = run_ranks(3, samples, accumulation=2, lookahead=8)
-    assert len({len(batches) for batches in yielded}) == 1
+    streams = [Stream(rank, number) for rank, number in enumerate(samples)]
+    yielded, plans, errors = run_ranks(streams, epochs=2, take=take, accumulation=2, lookahead=8)
+    assert errors == [None] * 3
+    for epoch in (0, 1):  # all ranks end it together
+        assert len({sum(mine == epoch for mine, *_ in batches) for batches in yielded}) == 1
     for rank, batches in enumerate(yielded):
-        names = [name for batch, run in batches if not batch.filler for name in run]
-        assert sorted(names) == [(rank, number) for number in range(samples[rank])]
-        assert all(len(run) == len(batch.sample_ids) > 0 for batch, run in batches)
+        for epoch in (0, 1):
+            names = [
+                name for mine, batch, run in batches if mine == epoch and not batch.filler for name in run
+            ]
+            assert sorted(names) == [(rank, number) for number in range(samples[rank])]
+        assert all(len(run) == len(batch.sample_ids) > 0 for _, batch, run in batches)
     for ours, theirs in zip(plans[0], plans[1], strict=True):
         assert ours.digest() == theirs.digest()
         assert np.allclose(ours.by_step(ours.loss_weight), 3 * 2)
@@ -76,9 +91,11 @@ def test_every_sample_of_every_stream_once_and_equal_counts():
 
 
 def test_a_batch_is_of_the_shape_that_it_says():
-    for batch, names in run_ranks(1, [200], lookahead=4)[0][0]:
-        shapes = dict(enumerate(shape for shape, _ in stream(0, 200)))
-        assert {shapes[number][1:] for _, number in names} == {batch.shape}
+    stream = Stream(0, 200)
+    yielded, _, errors = run_ranks([stream], lookahead=4)
+    assert errors == [None]
+    for _, batch, names in yielded[0]:
+        assert {stream.shape(number)[1:] for _, number in names} == {batch.shape}
 
 
 def test_windows_come_near_the_manifest_plan():
@@ -106,16 +123,48 @@ def test_windows_come_near_the_manifest_plan():
     assert efficiency(np.concatenate(costs)) >= efficiency(planned.cost) - 0.02
 
 
-def test_a_rank_without_any_sample_is_an_error():
-    sampler = StreamSampler(iter(()), WAN, LIMITS, rank=1, world_size=2, gather=lambda report: [full, report])
-    full = StreamSampler(stream(0, 5), WAN, LIMITS, rank=0, world_size=2, gather=list)
-    full._fill()
-    full = full._report()
-    with pytest.raises(PlanError, match="rank 1 has read no sample"):
-        list(sampler)
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ([], "rank 1 has read no sample yet"),
+        (Stream(1, 50, failing_at=20), "rank 1 could not read its stream: OSError: the tar ends early"),
+    ],
+)
+def test_what_stops_one_rank_stops_all_of_them_with_the_same_words(broken, message):
+    _, _, errors = run_ranks([Stream(0, 50), broken, Stream(2, 50)])
+    assert [type(error) for error in errors] == [PlanError] * 3
+    assert all(message in str(error) for error in errors)
 
 
-def test_a_stream_says_that_it_cannot_be_resumed():
-    sampler = StreamSampler(stream(0, 5), WAN, LIMITS, rank=0, world_size=1, gather=lambda report: [report])
-    with pytest.raises(PlanError, match="no position to go back to"):
-        sampler.load_state_dict(sampler.state_dict())
+def test_a_generator_has_no_second_epoch():
+    _, _, errors = run_ranks([iter(Stream(rank, 30)) for rank in range(2)], epochs=2)
+    assert all("gave no sample in epoch 1" in str(error) for error in errors)
+
+
+def test_batches_that_are_drawn_but_not_trained_on_are_an_error():
+    sampler = StreamSampler(Stream(0, 30), WAN, LIMITS, rank=0, world_size=1, gather=lambda report: [report])
+    with pytest.raises(PlanError, match="not trained on"):
+        list(sampler.upcoming())
+
+
+def test_a_stream_says_that_it_cannot_be_resumed_and_begins_its_epoch_again():
+    def start() -> StreamSampler:
+        one = {"rank": 0, "world_size": 1, "gather": lambda report: [report], "lookahead": 4}
+        return StreamSampler(Stream(0, 90), WAN, LIMITS, **one)
+
+    sampler = start()
+    while sampler.epoch < 1:
+        for _ in sampler.upcoming():
+            sampler.advance()
+    for _, micro_step, *_ in sampler.upcoming():
+        sampler.advance()
+        if micro_step == 2:
+            break
+    state = sampler.state_dict()
+    for again in (start(), sampler):  # afresh, or in the middle of an epoch
+        assert "no position to go back to: epoch 1 begins again" in again.load_state_dict(state)
+        names = []
+        for _, _, batch, run in again.upcoming():
+            names += [] if batch.filler else run
+            again.advance()
+        assert sorted(names) == [(0, number) for number in range(90)] and again.epoch == 2

@@ -82,12 +82,15 @@ class Plan:
         """Samples of each step, over all ranks: what `lr_scaling` goes by."""
         return self.by_step(self.samples)
 
-    def digest(self) -> str:
+    def digests(self) -> dict[str, str]:
         """Of who runs what and with which weight: ranks whose digests agree will train the same steps."""
-        hasher = hashlib.sha256()
-        for array in (self.sample_order, self.bucket, self.first, self.size, self.loss_weight, self.filler):
-            hasher.update(np.ascontiguousarray(array))
-        return hasher.hexdigest()
+        names = ("sample_order", "bucket", "first", "size", "loss_weight", "filler")
+        arrays = {name: np.ascontiguousarray(getattr(self, name)) for name in names}
+        return {name: hashlib.sha256(array).hexdigest() for name, array in arrays.items()}
+
+    def digest(self) -> str:
+        """All `digests` in one."""
+        return hashlib.sha256("".join(self.digests().values()).encode()).hexdigest()
 
     def by_step(self, grid: np.ndarray) -> np.ndarray:
         """Sums of a grid over the micro-batches of each step."""

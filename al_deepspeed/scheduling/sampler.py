@@ -143,10 +143,16 @@ class PlanSampler:
 
     def load_state_dict(self, state: dict) -> None:
         """Go on from a saved position, in this world whatever world it was saved in."""
-        if state.get("version") != STATE_VERSION:
+        if state.get("streaming"):
             raise PlanError(
-                f"the sampler state has version {state.get('version')!r}; this release reads "
-                f"{STATE_VERSION}. "
+                "the saved position is a stream's, which names no samples, but this run plans from a "
+                "manifest. Start a new epoch without the sampler state."
+            )
+        version, missing = state.get("version"), sorted(self.state_dict().keys() - state.keys())
+        if version != STATE_VERSION or missing:
+            found = f"lacks {', '.join(missing)}" if version == STATE_VERSION else f"has version {version!r}"
+            raise PlanError(
+                f"the sampler state {found}; this release reads a whole one of version {STATE_VERSION}. "
                 "Resume with the release that saved it."
             )
         self._check("manifest", state["manifest"], self.corpus.fingerprint, "its rows changed since")

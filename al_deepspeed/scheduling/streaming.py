@@ -3,13 +3,14 @@
 Each rank buffers samples of its own stream, up to `lookahead * max_tokens` tokens. Before each window of
 `lookahead` micro-steps the ranks gather what they have read and hold, a few numbers a shape, and all compute
 the same window (windows.py). Reading, gathering and planning of the next window go on in a thread while this
-one runs. Ranks read as much as they use, so an epoch has no fixed length, and a stream cannot be resumed:
-start it again with other shards, or index it and plan from the manifest.
+one runs. Ranks read as much as they use; one whose stream ends early repeats samples at weight 0 until all
+have ended, and the epoch ends on all ranks together. A stream has no position to go back to: resuming starts
+the epoch's streams again. To go on with the next sample, index the data and plan from the manifest.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,19 +35,21 @@ Shape = tuple[str, int, int, int]  # kind, latent frames, height, width
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank tells the others before a window."""
+    """What a rank tells the others before a window. failure: what stopped it from reading, if anything."""
 
     read: dict[Shape, int]
     held: dict[Shape, int]
     overdue: frozenset[Shape]
     ended: bool
+    failure: str | None = None
 
 
 class StreamSampler:
-    """Balanced micro-batches of one rank from its own stream; iterate for (micro-batch, samples).
+    """Balanced micro-batches of one rank from its own stream.
 
     Args:
-        source: (shape, sample) pairs of this rank's stream, shape being (kind, frames, height, width).
+        source: pairs of (shape, sample), shape being (kind, frames, height, width); iterated over once an
+            epoch.
         cost, limits: as for a plan; a max_cost of None is chosen from what the first window shows.
         rank, world_size, accumulation, seed: as for a plan.
         gather: gives all ranks' objects for this rank's, as `torch.distributed.all_gather_object` does. It is
@@ -54,7 +57,9 @@ class StreamSampler:
         patch: the model's, for sequence lengths.
         options: fields of `PlanOptions`; the strategy is always `balanced`.
     Attributes:
+        epoch: the epoch that training stands in.
         plan: the current window. Its figures are those of metrics.py; `sample_ids` count this rank's reads.
+        position: micro-steps of the window that were consumed.
     """
 
     def __init__(
@@ -71,9 +76,11 @@ class StreamSampler:
         patch: tuple[int, int, int] = PATCH,
         **options,
     ) -> None:
-        self._source, self._gather = iter(source), gather
+        self.rank, self.world_size, self.accumulation, self.seed = rank, world_size, accumulation, seed
+        self.epoch = self.position = 0
+        self.plan: Plan | None = None
+        self._source, self._gather = source, gather
         self._cost, self._limits = cost, limits
-        self._rank, self._world_size, self._accumulation, self._seed = rank, world_size, accumulation, seed
         self._patch = patch
         self._options = PlanOptions(**options)
         self._buffer: dict[Shape, deque] = defaultdict(deque)
@@ -83,46 +90,115 @@ class StreamSampler:
         self._seen: dict[Shape, int] = {}
         self._idle: list[Shape] = []
         self._number = self._windows = 0
-        self._ended = False
-        self.plan: Plan | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="stream")
+        self._ahead: Future | None = None
+        self._batches: list[tuple[MicroBatch, list]] = []
+        self._begin_epoch()
 
-    def __iter__(self) -> Iterator[tuple[MicroBatch, list]]:
-        with ThreadPoolExecutor(1) as ahead:
-            window = ahead.submit(self._next_window)
-            while (prepared := window.result()) is not None:
-                self.plan, batches = prepared
-                window = ahead.submit(self._next_window)
-                yield from batches
+    def upcoming(self, done: Callable[[], int] = lambda: 0) -> Iterator[tuple[Plan, int, MicroBatch, list]]:
+        """(window, micro-step in it, micro-batch, its samples) from the position to the epoch's end.
+
+        Args:
+            done: micro-steps that were trained on, but are not yet consumed.
+        """
+        while self._window():
+            plan = self.plan
+            for micro_step in range(self.position + done(), plan.micro_steps):
+                yield plan, micro_step, *self._batches[micro_step]
+            if self.plan is plan:
+                raise PlanError(
+                    "a window of the stream was drawn to its end, but not trained on. Give every batch one "
+                    "forward, backward and engine.step()."
+                )
+
+    def advance(self, micro_steps: int = 1) -> None:
+        """Count micro-steps as consumed."""
+        self.position += micro_steps
+        if self.position == self.plan.micro_steps:
+            self.plan, self.position, self._batches = None, 0, []
 
     def state_dict(self) -> dict:
-        """For a checkpoint's record only."""
-        return {"streaming": True, "windows": self._windows}
+        """For a checkpoint: the epoch, the same on all ranks."""
+        return {"streaming": True, "epoch": self.epoch, "windows": self._windows}
 
-    def load_state_dict(self, state: dict) -> None:
-        raise PlanError(
-            "a stream has no position to go back to. Start it with the shards that were not read yet, or "
-            "make a manifest with `al-deepspeed index` and plan from it."
+    def load_state_dict(self, state: dict) -> str:
+        """Go to the beginning of a saved epoch. Returns what the user should know."""
+        if self._ahead is not None:
+            self._ahead.exception()  # until it is done: the other ranks count on this one
+        self.epoch, self.plan, self.position, self._batches = state["epoch"], None, 0, []
+        self._buffer.clear()
+        self._unreported.clear()
+        self._waited.clear()
+        self._begin_epoch()
+        return (
+            f"a stream has no position to go back to: epoch {self.epoch} begins again, with what the stream "
+            "gives first. To go on with the next sample, index the data (`al-deepspeed index`) and plan from "
+            "the manifest."
         )
 
+    def _begin_epoch(self) -> None:
+        self._reader = iter(())
+        self._opened = self._ended = False
+        self._ahead, self._windows_of_epoch = None, 0
+
+    def _window(self) -> bool:
+        """Whether there is one: the current one, or the next. At the end of all streams the epoch ends."""
+        if self.plan is not None:
+            return True
+        if self._ahead is None:
+            self._ahead = self._thread.submit(self._next_window)
+        window = self._ahead.result()
+        if window is None:
+            if self._windows_of_epoch == 0:
+                raise PlanError(
+                    f"the streams of all ranks gave no sample in epoch {self.epoch}. Give a dataset that can "
+                    "be iterated over once an epoch; a generator cannot."
+                )
+            self.epoch += 1
+            self._begin_epoch()
+            return False
+        self.plan, self._batches = window
+        self._windows_of_epoch += 1
+        self._ahead = self._thread.submit(self._next_window)
+        return True
+
     def _next_window(self) -> tuple[Plan, list[tuple[MicroBatch, list]]] | None:
-        self._fill()
-        reports = self._gather(self._report())
+        failure: Exception | None = None
+        try:
+            self._fill()
+        except Exception as error:
+            failure = error
+        reports = self._gather(self._report(failure))
         for report in reports:
             for shape, count in report.read.items():
                 self._seen[shape] = self._seen.get(shape, 0) + count
-        if not any(report.held for report in reports):
+        if not any(report.held for report in reports) and not any(report.failure for report in reports):
             return None
+        self._refuse(reports, failure)
         plan = self._plan_window(reports)
         self._windows += 1
         return plan, self._take(plan)
+
+    def _refuse(self, reports: list[Report], own: Exception | None) -> None:
+        """Raises on every rank if any cannot go on."""
+        for rank, report in enumerate(reports):
+            if report.failure is not None:
+                raise PlanError(f"rank {rank} could not read its stream: {report.failure}") from own
+            if not report.held and rank >= len(self._idle):
+                raise PlanError(
+                    f"rank {rank} has read no sample yet, and has none to repeat while the others train. "
+                    "Give every rank's stream at least one."
+                )
 
     def _fill(self) -> None:
         """Read until the buffer holds its tokens or the stream ends."""
         room = self._options.lookahead * self._limits.max_tokens - sum(
             len(samples) * self._tokens(shape) for shape, samples in self._buffer.items()
         )
+        if not self._opened:
+            self._reader, self._opened = iter(self._source), True
         while room > 0 and not self._ended:
-            item = next(self._source, None)
+            item = next(self._reader, None)
             if item is None:
                 self._ended = True
                 return
@@ -135,11 +211,12 @@ class StreamSampler:
     def _tokens(self, shape: Shape) -> int:
         return latent_tokens(*shape[1:], patch=self._patch)
 
-    def _report(self) -> Report:
+    def _report(self, failure: Exception | None) -> Report:
         read, self._unreported = self._unreported, {}
         held = {shape: len(samples) for shape, samples in self._buffer.items() if samples}
         overdue = frozenset(shape for shape in held if self._ended or self._waited.get(shape, 0) > PATIENCE)
-        return Report(read, held, overdue, self._ended)
+        what = None if failure is None else f"{type(failure).__name__}: {failure}"
+        return Report(read, held, overdue, self._ended, what)
 
     def _plan_window(self, reports: list[Report]) -> Plan:
         """The same on every rank: from reports alone."""
@@ -147,22 +224,22 @@ class StreamSampler:
         counts = np.array([self._seen[shape] for shape in shapes])
         corpus = _corpus(shapes, counts, self._patch)
         if self._limits.max_cost is None:
-            budget, _ = best_max_cost(corpus, self._cost, self._limits.max_tokens, self._world_size)
+            budget, _ = best_max_cost(corpus, self._cost, self._limits.max_tokens, self.world_size)
             self._limits = replace(self._limits, max_cost=budget)
         held = np.array([[report.held.get(shape, 0) for shape in shapes] for report in reports])
         overdue = np.array([[shape in report.overdue for shape in shapes] for report in reports])
         for report in reports[len(self._idle) :]:
-            self._idle.append(next(iter(sorted(report.held)), shapes[0]))
+            self._idle.append(min(report.held))
         micro_steps = self._micro_steps(corpus, held, all(report.ended for report in reports))
         task = Task(
             corpus,
             counts,
             self._cost,
             self._limits,
-            self._world_size,
-            self._accumulation,
+            self.world_size,
+            self.accumulation,
             self._options,
-            random_stream(self._seed, self._windows),
+            random_stream(self.seed, self._windows),
         )
         idle = np.array([shapes.index(shape) for shape in self._idle])
         window = plan_window(task, held, micro_steps, overdue, idle)
@@ -172,7 +249,7 @@ class StreamSampler:
             window.size,
             tokens,
             window.filler,
-            self._accumulation,
+            self.accumulation,
             self._options.loss_weighting,
             "step",
         )
@@ -180,7 +257,7 @@ class StreamSampler:
             corpus=corpus,
             limits=self._limits,
             options=self._options,
-            accumulation=self._accumulation,
+            accumulation=self.accumulation,
             sample_order=np.zeros(0, dtype=np.int64),
             bucket=window.bucket,
             first=np.zeros_like(window.bucket),
@@ -196,21 +273,19 @@ class StreamSampler:
         if ended:
             sizes = batch_sizes(corpus.tokens, self._cost, self._limits)
             length = min(length, int(np.ceil(held / sizes).sum(axis=1).max()))
-        return -(-length // self._accumulation) * self._accumulation
+        return -(-length // self.accumulation) * self.accumulation
 
     def _take(self, plan: Plan) -> list[tuple[MicroBatch, list]]:
         """This rank's micro-batches, out of the buffer; fillers repeat a sample that the rank has run."""
-        batches = [plan.micro_batch(micro_step, self._rank) for micro_step in range(plan.micro_steps)]
+        batches = [plan.micro_batch(micro_step, self.rank) for micro_step in range(plan.micro_steps)]
         shapes = [(plan.corpus.kinds[batch.bucket], *batch.shape) for batch in batches]
-        sizes = plan.size[:, self._rank].tolist()
+        sizes = plan.size[:, self.rank].tolist()
         runs: list[list] = [[] for _ in batches]
         for place, batch in enumerate(batches):
             if not batch.filler:
                 runs[place] = [self._buffer[shapes[place]].popleft() for _ in range(sizes[place])]
                 self._repeats[shapes[place]] = runs[place][-1]
         for place, batch in enumerate(batches):
-            if batch.filler and shapes[place] not in self._repeats:
-                raise PlanError(f"rank {self._rank} has read no sample yet. Give every rank's stream some.")
             if batch.filler:
                 runs[place] = [self._repeats[shapes[place]]]
         used = {shape for shape, batch in zip(shapes, batches, strict=True) if not batch.filler}

@@ -38,7 +38,7 @@ def plan_window(
     Args:
         task: its counts are the samples of each bucket that all ranks have seen so far.
         buffered: samples at hand, int [R, buckets].
-        micro_steps: length of the window, a multiple of G.
+        micro_steps: length of the window at most, a multiple of G.
         overdue: shapes that must not wait for a full batch any longer, bool [R, buckets].
         idle: the bucket that each rank repeats a sample of when it has nothing left, int [R].
     """
@@ -66,6 +66,8 @@ def plan_window(
         bucket[micro_step], size[micro_step], last = chosen, run, chosen
     filler = size == 0
     order = _order(task, tokens[bucket] * size, size, turns)
+    steps = filler[order].reshape(-1, task.accumulation * task.world_size)
+    order = order[np.repeat(~steps.all(axis=1), task.accumulation)]  # once streams end, some hold nothing
     return Window(used[bucket][order], np.maximum(size, 1)[order], filler[order])
 
 
