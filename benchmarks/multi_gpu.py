@@ -38,6 +38,7 @@ def train(words: list[str], folder: Path, strategy: str, max_steps: int | None =
         print(f"{folder.name}: {trainer.engine.global_steps} steps", flush=True)
     trainer.engine.destroy()
     del trainer, batch
+    gc.unfreeze()  # initialize froze the heap, and with it this engine
     gc.collect()
     get_accelerator().empty_cache()
 
