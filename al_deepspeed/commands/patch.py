@@ -11,17 +11,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from al_deepspeed.errors import PatchError
+
 if TYPE_CHECKING:
     from al_deepspeed.patching.on_disk import Examined
+    from al_deepspeed.patching.targets import Target
 
 
 class Action(str, Enum):
     """What to do."""
 
+    list = "list"
     check = "check"
     diff = "diff"
     apply = "apply"
     revert = "revert"
+    verify = "verify"
 
 
 @dataclass(frozen=True)
@@ -34,17 +39,30 @@ class Answer:
 
 
 def run(
-    action: Annotated[Action, typer.Argument(help="What to do; see above.")],
-    path: Annotated[Path, typer.Argument(help="A Python file or a folder.", show_default=False)],
+    action: Annotated[Action, typer.Argument(help="What to do; see above.", show_default=False)],
+    path: Annotated[
+        Path | None, typer.Argument(help="A Python file or a folder; none for list.", show_default=False)
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="Take the files of one recipe alone; see `patch list`.", show_default=False),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
     """Put the fused AdaLN into existing model code.
 
-    check: what would be rewritten, and what is left with the reason. diff: that as a patch file. apply: write
-    it, all files or none. revert: restore every byte.
+    list: the recipes. check: what would be rewritten, and what is left with the reason. diff: that as a patch
+    file. apply: write it, all files or none. revert: restore every byte. verify: rewritten against original,
+    on random operands.
     """
+    if action is Action.list and path is not None:
+        raise PatchError(f"patch list takes no path; given {path}.")
+    if action is not Action.list and path is None:
+        raise PatchError(f"patch {action.value} needs a PATH: a Python file, or a folder.")
     with contextlib.redirect_stdout(sys.stderr):
-        answer = _ACTIONS[action](path)
+        from al_deepspeed.patching.targets import find_target
+
+        answer = _list() if path is None else _ACTIONS[action](path, find_target(target, path))
     if as_json:
         print(json.dumps(answer.result))
     elif isinstance(answer.text, bytes):
@@ -56,48 +74,64 @@ def run(
         raise typer.Exit(answer.code)
 
 
-def _check(path: Path) -> Answer:
+def _list() -> Answer:
+    from al_deepspeed.patching.recipes import load_recipes
+
+    recipes = load_recipes()
+    lines = []
+    for recipe in recipes:
+        where = f"PyPI: {recipe.package}" if recipe.package else recipe.repository
+        lines.append(f"{recipe.name}  ({where}, {recipe.licence})\n  {recipe.covers}")
+        for release in recipe.releases:
+            sites = ", ".join(f"{count} {kind}" for kind, count in release.sites.items())
+            lines.append(f"  {release.version}: {sites}; verified {release.verified}")
+    return Answer({"targets": [recipe.model_dump(mode="json") for recipe in recipes]}, "\n".join(lines))
+
+
+def _check(path: Path, target: "Target") -> Answer:
     from al_deepspeed.patching import checked, on_disk
 
     _warn_of_an_interruption(path)
-    examined = on_disk.examine(path)
-    checked.remember(path, None, examined.fingerprints())
-    return Answer(_described(examined), "\n".join([*_lines(examined), _summary(examined)]))
+    examined = on_disk.examine(path, target.select)
+    checked.remember(path, target.name, examined.fingerprints())
+    compared = target.compare(examined)
+    result = _described(examined) | ({"target": asdict(compared)} if compared else {})
+    lines = [*_lines(examined), *([compared.said] if compared else []), _summary(examined)]
+    return Answer(result, "\n".join(lines), int(compared is not None and compared.as_expected is False))
 
 
-def _diff(path: Path) -> Answer:
+def _diff(path: Path, target: "Target") -> Answer:
     from al_deepspeed.patching import checked, on_disk
 
     _warn_of_an_interruption(path)
-    examined = on_disk.examine(path)
-    checked.remember(path, None, examined.fingerprints())
+    examined = on_disk.examine(path, target.select)
+    checked.remember(path, target.name, examined.fingerprints())
     text = on_disk.diff(examined)
     if not text:
         print(_summary(examined), file=sys.stderr)
     return Answer({"diff": text.decode(errors="replace"), **_described(examined)}, text)
 
 
-def _apply(path: Path) -> Answer:
+def _apply(path: Path, target: "Target") -> Answer:
     from al_deepspeed.patching import on_disk
 
-    done = on_disk.apply(path)
+    done = on_disk.apply(path, target.name, target.select)
     written = done.examined.to_patch
     lines = [f"{file}: original bytes restored after an interrupted command" for file in done.recovered]
     lines += [f"{done.examined.folder / file.name}: {_count(file.sites, 'site')} patched" for file in written]
     lines += [f"{note.file}: left, {note.reason}" for note in done.examined.unreadable]
-    lines.append(_summary(done.examined) if not written else f"{_count(written, 'file')} patched")
-    result = {
-        **_described(done.examined),
+    lines.append(f"{_count(written, 'file')} patched" if written else _summary(done.examined))
+    result = _described(done.examined) | {
         "patched": [file.name for file in written],
         "recovered": done.recovered,
     }
     return Answer(result, "\n".join(lines))
 
 
-def _revert(path: Path) -> Answer:
+def _revert(path: Path, target: "Target") -> Answer:
     from al_deepspeed.patching import on_disk
 
-    done = on_disk.revert(path)
+    done = on_disk.revert(path, target.select)
     lines = [f"{file}: original bytes restored" for file in done.restored]
     lines += [f"{file}: {reason}" for file, reason in done.idle.items()]
     lines.append(
@@ -106,7 +140,36 @@ def _revert(path: Path) -> Answer:
     return Answer({"restored": done.restored, "idle": done.idle}, "\n".join(lines))
 
 
-_ACTIONS = {Action.check: _check, Action.diff: _diff, Action.apply: _apply, Action.revert: _revert}
+def _verify(path: Path, target: "Target") -> Answer:
+    from al_deepspeed.patching.probing import verify
+
+    probed = verify(path, target.select)
+    lines = [f"{note.file}: {note.reason}" for note in probed.failed]
+    for probe in probed.probes:
+        norm = f" ({probe.norm})" if probe.norm else ""
+        lines.append(
+            f"{probe.file}:{probe.line} {probe.kind}{norm}: {'; '.join(probe.differences) or 'equal'}"
+        )
+    wrong = [probe for probe in probed.probes if probe.differences]
+    lines.append(
+        f"{_count(probed.probes, 'site')} compared, {len(wrong)} differ, "
+        f"{_count(probed.failed, 'module')} not imported"
+    )
+    result = {
+        "sites": [asdict(probe) for probe in probed.probes],
+        "not_imported": [asdict(note) for note in probed.failed],
+        "differ": len(wrong),
+    }
+    return Answer(result, "\n".join(lines), int(bool(wrong)))
+
+
+_ACTIONS = {
+    Action.check: _check,
+    Action.diff: _diff,
+    Action.apply: _apply,
+    Action.revert: _revert,
+    Action.verify: _verify,
+}
 
 
 def _described(examined: "Examined") -> dict:

@@ -134,6 +134,9 @@ def apply(path: Path, target: str | None = None, select: Select = everything) ->
     """
     recovered = [name for folder in folders_with_records(path) for name in _recover(folder)]
     examined = examine(path, select)
+    if target is not None and examined.unreadable:
+        note = examined.unreadable[0]
+        raise PatchError(f"{examined.folder / note.file}: {note.reason}. Nothing was changed.")
     _same_as_checked(path, target, examined)
     if examined.to_patch:
         around = [one for one in folders_with_records(path) if examined.folder.is_relative_to(one)]
