@@ -128,6 +128,18 @@ def test_missing_limits_and_manifests_are_errors_to_act_on(manifest, tmp_path):
         plan("--manifest", tmp_path / "none.csv", "--max-tokens", 1000)
 
 
+def test_a_budget_that_long_samples_overrun_is_a_warning_with_what_would_do(tmp_path):
+    path = tmp_path / "two.csv"  # S = 256 and 1024: B * S^2 of one alone is 65,536 and 1,048,576
+    path.write_text("latent_frames,latent_height,latent_width\n1,32,32\n1,64,64\n1,32,32\n")
+    arguments = ["--manifest", path, "--max-tokens", 4096, "--json"]
+    said = plan(*arguments, "--max-cost", 70_000).stderr
+    assert "1 of 3 samples cost more alone" in said and "Give at least 1048576, or leave" in said
+    for quiet in (["--max-cost", 1_048_576], [], ["--max-cost", 70_000, "--strategy", "equal_token"]):
+        assert "cost more alone" not in plan(*arguments, *quiet).stderr
+    with pytest.raises(PlanError, match="max_cost is inf; it must be a finite number"):
+        plan(*arguments, "--max-cost", "inf")
+
+
 def test_free_mixing_says_what_it_gives_up(manifest):
     result = plan("--manifest", manifest, "--max-tokens", 166_320, "--mixing", "free", "--json")
     assert 'mixing is "free"' in result.stderr

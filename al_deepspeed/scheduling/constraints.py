@@ -33,8 +33,10 @@ class Limits:
             raise PlanError(
                 f"max_tokens is {self.max_tokens}; it must be at least 1. Give M_mem, B*S in tokens."
             )
-        if self.max_cost is not None and not self.max_cost > 0:
-            raise PlanError(f"max_cost is {self.max_cost}; it must be above 0, or left out to be chosen.")
+        if self.max_cost is not None and not 0 < self.max_cost < float("inf"):
+            raise PlanError(
+                f"max_cost is {self.max_cost}; it must be a finite number above 0, or left out to be chosen."
+            )
         if self.exponent is not None and not 0 < self.exponent <= 8:
             raise PlanError(f"exponent is {self.exponent}; it must lie in (0, 8]; the paper fits about 2.")
         if self.exponent is not None and self.max_cost is None:
@@ -63,6 +65,20 @@ def binding_limits(tokens: IntArray, cost: CostModel, limits: Limits) -> list[st
     by_time = limits.second_limit(cost).largest_batch(tokens, limits.max_cost)
     names = np.where(by_memory < by_time, "memory", np.where(by_time < by_memory, "cost", "both"))
     return np.where(np.minimum(by_memory, by_time) < 1, "oversize", names).tolist()
+
+
+def low_budget(corpus: Corpus, cost: CostModel, limits: Limits) -> str | None:
+    """A warning if samples overrun max_cost alone: then it caps all but those that ranks wait for."""
+    alone = limits.second_limit(cost).cost(1, corpus.tokens)
+    counts = np.where(alone > limits.max_cost * (1 + 1e-9), corpus.counts(), 0)
+    if not counts.any():
+        return None
+    worst = int(np.argmax(np.where(counts, alone, 0)))
+    return (
+        f"max_cost is {limits.max_cost:g}, but {counts.sum()} of {corpus.samples} samples cost more alone, up "
+        f"to {alone[worst]:g} (shape {'x'.join(map(str, corpus.shapes[worst]))}); each is trained alone "
+        f"(B = 1). Give at least {np.ceil(alone[worst]):.0f}, or leave max_cost out to have it chosen."
+    )
 
 
 def oversize_buckets(corpus: Corpus, limits: Limits) -> IntArray:

@@ -20,7 +20,7 @@ from al_deepspeed.scheduling.baselines import (
     equal_token_sizes,
 )
 from al_deepspeed.scheduling.budget import best_max_cost
-from al_deepspeed.scheduling.constraints import Limits, oversize_buckets
+from al_deepspeed.scheduling.constraints import Limits, low_budget, oversize_buckets
 from al_deepspeed.scheduling.cost import CostModel
 from al_deepspeed.scheduling.curriculum import STRETCHES, Schedule, Stretches, admitted
 from al_deepspeed.scheduling.grouped import group_by_shape
@@ -69,13 +69,16 @@ def make_plan(
         raise PlanError(f"world size is {world_size}, accumulation {accumulation}; both must be at least 1.")
     if corpus.samples == 0:
         raise PlanError("the corpus holds no sample. At least one is needed; check the manifest.")
-    if limits.max_cost is None:
+    given = limits.max_cost is not None
+    if not given:
         limits = replace(limits, max_cost=best_max_cost(corpus, cost, limits.max_tokens, world_size)[0])
     if population is None and choice.mixture is not None:
         population = draw(corpus, choice.mixture, seed, epoch)
     population, skipped, warnings = _without_oversize(corpus, population, limits, choice)
     if choice.strategy == "balanced" and choice.mixing == "free" and len(set(corpus.kinds)) > 1:
         warnings.append('mixing is "free": steps do not keep the corpus\'s mix of kinds; see kind_weight.')
+    if given and choice.strategy != "equal_token" and (warning := low_budget(corpus, cost, limits)):
+        warnings.append(warning)
     bits = random_stream(seed, epoch, part)
     task = Task(corpus, corpus.counts(), cost, limits, world_size, accumulation, choice, bits)
     if curriculum:
