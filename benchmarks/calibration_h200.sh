@@ -40,7 +40,7 @@ if [ "$size" = tiny ]; then
 else
     python3 benchmarks/synthetic_corpus.py "$work/corpus"
     points=benchmarks/calibration_points.csv
-    limits=(--largest-batch 512)
-    calibrate 1.3b 275 150s 29190 --preset 1.3b
-    calibrate 14b-8layers 265 130s 29191 --preset 14b --layers 8
+    limits=(--largest-batch 512 --most-repeats 6)
+    calibrate 1.3b 280 130s 29190 --preset 1.3b
+    calibrate 14b-8layers 260 110s 29191 --preset 14b --layers 8
 fi
