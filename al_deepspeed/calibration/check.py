@@ -141,7 +141,7 @@ class Check:
         with alarm.guards(smallest.batch_size, smallest.shape, smallest.tokens):
             self._meter.prepare(smallest.batch_size, smallest.shape)
         for request in requests:
-            if self._fits(request):
+            if self.fits(request):
                 with alarm.guards(request.batch_size, request.shape, request.tokens):
                     deadline_s = self._meter.elapsed_s + SECONDS_A_POINT
                     point = self._meter.measure(request.batch_size, request.shape, request.tokens, deadline_s)
@@ -151,7 +151,8 @@ class Check:
         alarm.close()
         return self._rows
 
-    def _fits(self, request: Request) -> bool:
+    def fits(self, request: Request) -> bool:
+        """Whether the point is predicted to reserve no more than the limit; unknown memory fits."""
         memory = self._calibration.reserved or self._calibration.memory
         if memory is None or self._limit_gb is None:
             return True
