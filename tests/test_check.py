@@ -1,4 +1,4 @@
-"""`calibrate --check`: what was measured beside what was predicted. The launch is in test_calibrate_command.py."""
+"""`calibrate --check`: measured beside predicted. Its launch is in test_calibrate_command.py."""
 
 from dataclasses import replace
 
