@@ -18,6 +18,7 @@ from al_deepspeed.patching.patterns import (
     NoMatch,
     Residual,
     is_item,
+    is_scaled_norm,
     match_modulated,
     match_norm,
     match_sum,
@@ -43,6 +44,8 @@ from al_deepspeed.patching.values import (
     meaning,
     same,
 )
+
+NOT_ONE_PLUS = "the norm is multiplied by something that is not 1 + scale"
 
 
 @dataclass(eq=False)
@@ -80,9 +83,25 @@ def find_candidates(frame: Frame) -> Found:
     for place, root in frame.roots:
         _visit(frame, place, root, found, set())
     _drop_superseded(found)
-    _join_residuals(frame, found)
-    _keep_gated(frame, found)
+    origins = _origins(found)
+    _join_residuals(found, origins)
+    _keep_gated(frame, found, origins)
+    for node, value in frame.augmented:
+        residual = match_sum(value) if isinstance(value, Sum) else None
+        if residual is not None and residual.gate is not None and is_gated(residual, origins):
+            found.near_misses.append((node, "the residual is added in place (+=), which others may see"))
     return found
+
+
+def _origins(found: Found) -> list[Value]:
+    """What the function's shifts and scales were taken from."""
+    operands = [
+        operand
+        for candidate in found.candidates
+        if candidate.modulated is not None
+        for operand in (candidate.modulated.scale, candidate.modulated.shift)
+    ]
+    return [origin(operand.value) for operand in operands if operand is not None]
 
 
 def _visit(frame: Frame, place: Place, node: cst.CSTNode, found: Found, part_of: set) -> None:
@@ -128,7 +147,7 @@ def _steps(candidate: Candidate) -> list[Value]:
 # Residual sums and the norms that read them ---------------------------------------------------------------
 
 
-def _join_residuals(frame: Frame, found: Found) -> None:
+def _join_residuals(found: Found, origins: list[Value]) -> None:
     joined: list[Sum] = []
     for candidate in found.candidates:
         if candidate.modulated is None:
@@ -138,7 +157,7 @@ def _join_residuals(frame: Frame, found: Found) -> None:
             continue
         if definition is not None and definition.place.block != candidate.place.block:
             continue
-        if not _orient(residual):
+        if not _orient(residual, origins):
             continue
         joined.append(residual.sum)
         candidate.kind, candidate.residual, candidate.sum_definition = "residual_adaln", residual, definition
@@ -160,15 +179,21 @@ def _sum_read_by(modulated: Modulated) -> tuple[Definition | None, Residual | No
         definition = canonical(x.definition)
         if definition.value is None or definition is not x.definition:
             return None, None
-        return definition, match_sum(definition.value)
-    return None, match_sum(x)
+        return definition, _residual_sum(definition.value)
+    return None, _residual_sum(x)
 
 
-def _orient(residual: Residual) -> bool:
+def _residual_sum(value: Value) -> Residual | None:
+    try:
+        return match_sum(value) if match_modulated(value) is None else None
+    except NoMatch:
+        return None
+
+
+def _orient(residual: Residual, origins: list[Value]) -> bool:
     """Decides which term is what; False when the sum is no residual connection."""
     if residual.gate is not None:
-        _order_gate(residual)
-        return not isinstance(origin(residual.gate), Attribute) or "gate" in name_of(residual.gate)
+        return is_gated(residual, origins) or _is_scaled_branch(residual)
     left, right = residual.residual, residual.branch
     for stream, branch in ((left, right), (right, left)):
         if is_module_output(branch) and depends_on(branch, stream):
@@ -184,16 +209,9 @@ def _orient(residual: Residual) -> bool:
 # Gates ----------------------------------------------------------------------------------------------------
 
 
-def _keep_gated(frame: Frame, found: Found) -> None:
+def _keep_gated(frame: Frame, found: Found, origins: list[Value]) -> None:
     """Sums with evidence of a gate stay as gated_residual; sums that a norm's call makes are part of that."""
     made = [c.residual.sum for c in found.candidates if c.kind == "residual_adaln"]
-    origins = [
-        origin(operand.value)
-        for c in found.candidates
-        if c.modulated is not None
-        for operand in (c.modulated.scale, c.modulated.shift)
-        if operand is not None
-    ]
     kept = []
     for candidate in found.candidates:
         if candidate.kind != "sum":
@@ -202,7 +220,11 @@ def _keep_gated(frame: Frame, found: Found) -> None:
         residual = candidate.residual
         if any(residual.sum is other for other in made) or residual.sum.frame is not frame:
             continue  # part of a norm's call, or a helper's own site
-        if residual.gate is None or not is_gated(residual, origins):
+        if residual.gate is None:
+            continue
+        if not is_gated(residual, origins):
+            if is_scaled_norm(residual):
+                found.near_misses.append((candidate.root, NOT_ONE_PLUS))
             continue
         candidate.kind = "gated_residual"
         kept.append(candidate)
@@ -214,7 +236,8 @@ def is_gated(residual: Residual, origins: list[Value]) -> bool:
     if any(isinstance(meaning(term), Scalar) for term in (one, other, residual.residual)):
         return False
     for gate, branch in ((other, one), (one, other)):
-        if "gate" in name_of(gate) and "gate" not in name_of(branch):
+        named = "gate" in name_of(gate) and "gate" not in name_of(branch)
+        if named and (is_item(gate) or not depends_on(gate, residual.residual)):
             residual.gate, residual.branch = gate, branch
             return True
     for gate, branch in ((other, one), (one, other)):
@@ -230,12 +253,14 @@ def is_gated(residual: Residual, origins: list[Value]) -> bool:
     return False
 
 
-def _order_gate(residual: Residual) -> None:
-    """Which factor is the gate; where nothing tells, as written (the op may take them either way round)."""
-    if is_gated(residual, []):
-        return
-    if is_item(residual.branch) or is_module_output(residual.gate):
-        residual.gate, residual.branch = residual.branch, residual.gate
+def _is_scaled_branch(residual: Residual) -> bool:
+    """stream + something * f(stream), for a sum that a norm reads; layer scale is left out."""
+    one, other = residual.branch, residual.gate
+    for gate, branch in ((other, one), (one, other)):
+        if is_module_output(branch) and depends_on(branch, residual.residual):
+            residual.gate, residual.branch = gate, branch
+            return not isinstance(origin(gate), Attribute | Scalar)
+    return False
 
 
 def name_of(value: Value) -> str:

@@ -31,6 +31,7 @@ class Frame:
         self.paths: dict[cst.Name, tuple[Place, ...]] = {}  # the statements around each read, outermost first
         self.values: dict[cst.BaseExpression, Value] = {}
         self.roots: list[tuple[Place, cst.BaseExpression]] = []
+        self.augmented: list[tuple[cst.BaseExpression, Value]] = []  # what `x += node` makes of x
         self.returned: list[cst.BaseExpression] = []
         self.snapshots: dict[Place, dict[str, Definition]] = {}
         self.statements: dict[Place, cst.CSTNode] = {}
@@ -61,8 +62,8 @@ class Frame:
         elif isinstance(target, cst.Tuple | cst.List):
             for index, element in enumerate(target.elements):
                 starred = isinstance(element, cst.StarredElement)
-                item = None
-                if value is not None and not starred:
+                item = self._part(value, index, target)
+                if item is None and value is not None and not starred:
                     item = Item(element.value, self, self.place, value, index)
                 self.bind_target(element.value, item)
         elif isinstance(target, cst.Attribute):
@@ -73,6 +74,14 @@ class Frame:
             for element in target.slice:
                 self.evaluator.children(self, element)
             self.record("in place", (changed,))
+
+    def _part(self, value: Value | None, index: int, target: cst.Tuple | cst.List) -> Value | None:
+        """The element that a name gets in `a, b = x, y`."""
+        if not (isinstance(value, Opaque) and isinstance(value.node, cst.Tuple)):
+            return None
+        elements = value.node.elements
+        starred = any(isinstance(e, cst.StarredElement) for e in (*elements, *target.elements))
+        return None if starred or len(elements) != len(target.elements) else value.inner[index]
 
     def record(self, what: str, values: tuple[Value, ...]) -> None:
         self.effects.append((tuple(self.stack), what, values))
@@ -166,6 +175,7 @@ class Frame:
     def _augmented(self, node: cst.AugAssign) -> None:
         before = self.evaluator.evaluate(self, node.target)
         value = self.evaluator.augmented(self, node, before, self._root(node.value))
+        self.augmented.append((node.value, value))
         if not self.evaluator.is_number(value):
             self.record("in place", (before,))
         if isinstance(node.target, cst.Name):

@@ -25,7 +25,6 @@ from al_deepspeed.patching.values import (
     Sum,
     Value,
     View,
-    meaning,
     same,
 )
 
@@ -194,9 +193,7 @@ def _scaled(core: Product | Sum, trail: Trail) -> Modulated | None:
         inner.through(normed)
         scale = _one_plus(other, inner)
         if scale is None:
-            if isinstance(meaning(other), Scalar):
-                return None
-            raise NoMatch("the norm is multiplied by something that is not 1 + scale")
+            return None
         return Modulated(normed, trail.merged(inner), scale, norm_dtype=cast)
     return None
 
@@ -291,6 +288,8 @@ def match_sum(value: Value) -> Residual | None:
     if not products:
         return _without_upcasts(Residual(core, trail, core.left, core.right, None, dtype))
     product, cast, inner, residual = products[0]
+    if any(isinstance(peel(factor, Trail())[0], OnePlus) for factor in (product.left, product.right)):
+        return None  # a modulation, not a gate
     if cast is not None and dtype is None:
         if cast.kind != "like" or not same(cast.value, residual):
             return None
@@ -310,12 +309,22 @@ def _without_upcasts(found: Residual) -> Residual:
     return found
 
 
+def is_scaled_norm(found: Residual) -> bool:
+    """Whether the sum is norm * something + something, with no 1 + in the factor."""
+    factors = (found.branch, found.gate)
+    normed = [factor for factor in factors if isinstance(peel(factor, Trail())[0], Normed)]
+    return len(normed) == 1
+
+
 def is_item(value: Value) -> bool:
     """One of several results: an unpacked name, or `e[2]`, below views."""
     while True:
         value = strip_names(value)
         if isinstance(value, Item):
             return True
+        if isinstance(value, Read) and value.definition.sources:  # bound in several branches
+            arriving = [source.value for source in value.definition.sources]
+            return all(made is not None and is_item(made) for made in arriving)
         if isinstance(value, View):
             if value.method == "[]" and value.others and all(isinstance(o, Scalar) for o in value.others):
                 return True

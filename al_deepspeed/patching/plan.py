@@ -171,6 +171,8 @@ class _Planner:
 
     def _steps(self, candidate: Candidate) -> list[Value]:
         steps = [definition.value for definition, _ in candidate.absorbed if definition.value is not None]
+        if candidate.sum_definition is not None:
+            steps.append(candidate.sum_definition.value)
         return [*steps, candidate.value]
 
     # Where the call goes --------------------------------------------------------------------------------
@@ -191,24 +193,52 @@ class _Planner:
         definition = candidate.sum_definition
         if definition.statement is None or definition.place.block in self.frame.fixed_blocks:
             raise Unavailable("the residual sum is not a statement of its own")
+        before = dict(self.removed)
+        try:
+            self._place_at_sum(candidate)
+        except Unavailable:
+            self.removed = before
+            self._place_at_norm(candidate)
+
+    def _place_at_sum(self, candidate: Candidate) -> None:
+        definition = candidate.sum_definition
         renderer = self._renderer(definition.place, (definition.value.node, candidate.root))
         call = self._call(candidate, renderer)
         used_after = self._remaining_reads(candidate)
         target = self._target(candidate)
-        if target is None:
-            target = self._temporary()
-            self.edits.expressions[candidate.root] = lambda: cst.Name(target)
-        else:
-            self.edits.statements[self.frame.statements[candidate.place]] = None
+        own_line = target is not None
+        target = target if own_line else self._temporary()
         if used_after and target == definition.name:
             raise Unavailable("its result takes the residual's name while the residual is still in use")
+        if own_line:
+            self.edits.statements[self.frame.statements[candidate.place]] = None
+        else:
+            self.edits.expressions[candidate.root] = lambda: cst.Name(target)
+        names = [definition.name, target] if used_after else [target]
+        self.edits.statements[definition.statement] = lambda: _assignment(definition.statement, names, call())
+        self.texts[id(candidate)] = lambda: _code(call())
 
-        def statement() -> cst.SimpleStatementLine:
-            value = call() if used_after else _second(call())
-            names = [definition.name, target] if used_after else [target]
-            return _assignment(definition.statement, names, value)
-
-        self.edits.statements[definition.statement] = statement
+    def _place_at_norm(self, candidate: Candidate) -> None:
+        """Where the norm stands, for shifts and scales that are computed after the sum."""
+        definition, place = candidate.sum_definition, candidate.place
+        line = self.frame.statements[place]
+        gone = self._gone() | names_below(candidate.root)
+        for read in definition.reads:
+            inside = [p for p in self.frame.paths[read] if p.block == place.block and p.index < place.index]
+            if inside and read not in gone:
+                raise Unavailable("the residual is used before the shift and scale are there")
+        if definition.foreign or definition.name in self.frame.held_back or _simple_target(line) is None:
+            raise Unavailable("the shift and scale are computed after the residual sum")
+        if _simple_target(line)[1] is not candidate.root:
+            raise Unavailable("the norm's expression is part of a larger one, after its shift and scale")
+        target = _simple_target(line)[0]
+        used_after = self._remaining_reads(candidate)
+        if used_after and target == definition.name:
+            raise Unavailable("its result takes the residual's name while the residual is still in use")
+        self.removed[definition] = None
+        call = self._call(candidate, self._renderer(place, (candidate.root,)))
+        names = [definition.name, target] if used_after else [target]
+        self.edits.statements[line] = lambda: _assignment(line, names, call())
         self.texts[id(candidate)] = lambda: _code(call())
 
     def _call(self, candidate: Candidate, renderer: Renderer) -> Callable[[], cst.Call]:
@@ -254,16 +284,10 @@ class _Planner:
 
     def _target(self, candidate: Candidate) -> str | None:
         """The name that takes y right away, when y's own statement is `name = y` and the name is free until then."""
-        line = self.frame.statements[candidate.place]
-        if not isinstance(line, cst.SimpleStatementLine) or len(line.body) != 1:
+        found = _simple_target(self.frame.statements[candidate.place])
+        if found is None or found[1] is not candidate.root or found[0] in self.frame.held_back:
             return None
-        small = line.body[0]
-        if not (isinstance(small, cst.Assign) and small.value is candidate.root and len(small.targets) == 1):
-            return None
-        target = small.targets[0].target
-        if not isinstance(target, cst.Name) or target.value in self.frame.held_back:
-            return None
-        name, first, last = target.value, candidate.sum_definition.place, candidate.place
+        name, first, last = found[0], candidate.sum_definition.place, candidate.place
         if name == candidate.sum_definition.name:
             return name if not self._remaining_reads(candidate) else None
         before = self._current(self.frame.snapshots[first].get(name))
@@ -321,6 +345,15 @@ def _is_heavy(value: Value | None) -> bool:
     return isinstance(value, Normed | Product | Sum)
 
 
+def _simple_target(line: cst.CSTNode) -> tuple[str, cst.BaseExpression] | None:
+    """(name, expression) when the statement is `name = expression`."""
+    small = line.body[0] if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1 else None
+    if not (isinstance(small, cst.Assign) and len(small.targets) == 1):
+        return None
+    target = small.targets[0].target
+    return (target.value, small.value) if isinstance(target, cst.Name) else None
+
+
 def _second(call: cst.Call) -> cst.Subscript:
     return cst.Subscript(call, [cst.SubscriptElement(cst.Index(cst.Integer("1")))])
 
@@ -329,11 +362,10 @@ def _code(node: cst.CSTNode) -> str:
     return cst.Module([]).code_for_node(node)
 
 
-def _assignment(
-    line: cst.SimpleStatementLine, names: list[str], value: cst.BaseExpression
-) -> cst.SimpleStatementLine:
-    target = cst.Name(names[0])
-    if len(names) > 1:
-        elements = [cst.Element(cst.Name(name)) for name in names]
-        target = cst.Tuple(elements, lpar=[], rpar=[])
+def _assignment(line: cst.SimpleStatementLine, names: list[str], call: cst.Call) -> cst.SimpleStatementLine:
+    """`residual, y = call`, or `y = call[1]`, in place of the line."""
+    if len(names) == 1:
+        target, value = cst.Name(names[0]), _second(call)
+    else:
+        target, value = cst.Tuple([cst.Element(cst.Name(name)) for name in names], lpar=[], rpar=[]), call
     return line.with_changes(body=[cst.Assign([cst.AssignTarget(target)], value)])

@@ -1,0 +1,377 @@
+"""The matcher on a private fork of a Megatron-style transformer that no recipe names, and on hostile code.
+
+tests/data/private_fork holds five styles of the same layers, and what only looks like them. The sites below
+were counted by hand. The rewritten package must import, and equal the original in fp32, forward and backward.
+"""
+
+import importlib
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from al_deepspeed.patching import runtime
+from al_deepspeed.patching.rewriter import IMPORT, rewrite
+
+FORK = Path(__file__).parent / "data" / "private_fork"
+SITES = {
+    "casts.py": [
+        (33, "adaln", "CastLayer.forward"),
+        (38, "residual_adaln", "CastLayer.forward"),
+        (43, "residual_adaln", "CastLayer.forward"),
+        (45, "gated_residual", "CastLayer.forward"),
+    ],
+    "multiply_add.py": [
+        (25, "adaln", "MultiplyAddLayer.forward"),
+        (26, "residual_adaln", "MultiplyAddLayer.forward"),
+        (29, "residual_adaln", "MultiplyAddLayer.forward"),
+        (30, "gated_residual", "MultiplyAddLayer.forward"),
+    ],
+    "functions.py": [
+        (29, "adaln", "FunctionLayer.forward"),
+        (31, "residual_adaln", "FunctionLayer.forward"),
+        (33, "residual_adaln", "FunctionLayer.forward"),
+    ],
+    "modulation.py": [(10, "gated_residual", "add_gated")],
+    "methods.py": [
+        (28, "adaln", "Modulation.modulated_layernorm"),
+        (32, "gated_residual", "Modulation.scale_add"),
+        (56, "residual_adaln", "MethodLayer.forward"),
+    ],
+    "combined.py": [
+        (25, "adaln", "CombinedLayer.forward"),
+        (27, "gated_residual", "CombinedLayer.forward"),
+        (32, "residual_adaln", "CombinedLayer.forward.cross_and_mlp"),
+        (34, "gated_residual", "CombinedLayer.forward.cross_and_mlp"),
+        (42, "residual_adaln", "CombinedLayer.forward"),
+    ],
+    "megatron.py": [],
+    "lookalikes.py": [],
+}
+# Class, arguments of its constructor, shapes of forward's arguments. B = 2, S = 5, D = 8.
+LAYERS = {
+    "casts.CastLayer": ((8,), [(5, 2, 8), (1, 2, 8)]),
+    "multiply_add.MultiplyAddLayer": ((8,), [(5, 2, 8), (1, 2, 8)]),
+    "functions.FunctionLayer": ((8,), [(2, 5, 8), (2, 8)]),
+    "methods.MethodLayer": ((8,), [(5, 2, 8), (1, 2, 8)]),
+    "combined.CombinedLayer": ((8, True), [(2, 5, 8), (2, 5, 8), (2, 6, 8)]),
+    "combined.CombinedLayer-identity": ((8, False), [(2, 5, 8), (2, 5, 8), (2, 6, 8)]),
+}
+
+
+def resolve(name: str) -> str | None:
+    """The fork's imports are relative, from files of one folder."""
+    path = FORK / f"{name.lstrip('.')}.py"
+    return path.read_text() if name.startswith(".") and path.is_file() else None
+
+
+def rewritten(file: str, *, observe: bool = False):
+    return rewrite((FORK / file).read_text(), file=file, resolve=resolve, observe=observe)
+
+
+def test_every_file_of_the_fork_is_counted():
+    assert set(SITES) == {path.name for path in FORK.glob("*.py")} - {"__init__.py"}
+
+
+@pytest.mark.parametrize("file", SITES)
+def test_sites_are_those_counted_by_hand(file):
+    found = [(site.line, site.kind, site.function) for site in rewritten(file).sites]
+    assert found == SITES[file]
+
+
+@pytest.mark.parametrize("file", SITES)
+@pytest.mark.parametrize("observe", [False, True], ids=["plain", "observe"])
+def test_rewriting_the_result_changes_no_byte(file, observe):
+    once = rewritten(file, observe=observe)
+    again = rewrite(once.source, file=file, resolve=resolve, observe=observe)
+    assert (again.sites, again.source) == ((), once.source)
+    assert once.source.count(IMPORT) == bool(SITES[file])
+
+
+def test_what_only_looks_like_it_is_left_with_the_reason():
+    result = rewritten("lookalikes.py")
+    assert result.source == (FORK / "lookalikes.py").read_text()
+    reasons = {item.function.partition(".")[2]: item.reason for item in result.left}
+    assert set(reasons) == {
+        "other_norms",
+        "other_arithmetic",
+        "norm_used_elsewhere",
+        "changed_in_place",
+        "passed_on_between",
+        "in_another_block",
+        "added_in_place",
+    }
+    assert "RMS" in reasons["other_norms"]
+    assert "1 + scale" in reasons["other_arithmetic"]
+    assert "elsewhere" in reasons["norm_used_elsewhere"]
+    assert "in place" in reasons["changed_in_place"] and "in place" in reasons["added_in_place"]
+    assert "passed to a call" in reasons["passed_on_between"]
+    assert "another block" in reasons["in_another_block"]
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory):
+    """The fork as it is, rewritten, and rewritten with its originals beside the calls: three packages."""
+    folder = tmp_path_factory.mktemp("forks")
+    sys.path.insert(0, str(folder))
+    for name, observe in (("fork_original", None), ("fork_plain", False), ("fork_observed", True)):
+        shutil.copytree(FORK, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for file in SITES if observe is not None else ():
+            (folder / name / file).write_text(rewritten(file, observe=observe).source)
+    yield {"original": "fork_original", "plain": "fork_plain", "observed": "fork_observed"}
+    sys.path.remove(str(folder))
+
+
+def built(package: str, layer: str):
+    module, name = layer.partition("-")[0].split(".")
+    torch.manual_seed(0)
+    made = getattr(importlib.import_module(f"{package}.{module}"), name)(*LAYERS[layer][0])
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return made
+
+
+def outputs_and_gradients(made, layer: str, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1)
+    inputs = [
+        torch.randn(*shape, generator=generator).to(dtype).requires_grad_() for shape in LAYERS[layer][1]
+    ]
+    outputs = made.to(dtype)(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    weights = [torch.randn(*y.shape, generator=generator).to(y.dtype) for y in outputs]
+    torch.autograd.backward(outputs, weights)
+    values = {f"output {i}": y for i, y in enumerate(outputs)}
+    values |= {f"input {i}": x.grad for i, x in enumerate(inputs)}
+    return values | {name: p.grad for name, p in made.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("kind", ["plain", "observed"])
+def test_rewritten_layers_equal_the_original(packages, layer, kind):
+    expected = outputs_and_gradients(built(packages["original"], layer), layer)
+    found = outputs_and_gradients(built(packages[kind], layer), layer)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (found[name] - value).norm() <= 1e-5 * value.norm(), name
+
+
+@pytest.mark.parametrize("layer", [layer for layer in LAYERS if "combined" not in layer])  # needs autocast
+def test_rewritten_layers_keep_every_dtype(packages, layer):
+    expected = outputs_and_gradients(built(packages["original"], layer), layer, torch.bfloat16)
+    found = outputs_and_gradients(built(packages["plain"], layer), layer, torch.bfloat16)
+    assert {n: t.dtype for n, t in found.items()} == {n: t.dtype for n, t in expected.items()}
+    for name, value in expected.items():
+        assert (found[name].double() - value.double()).norm() <= 0.05 * value.double().norm(), name
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_originals_beside_the_calls_equal_the_calls(packages, layer):
+    seen = []
+
+    def checker(site, original, fused, operands):
+        for one, other in zip(as_tuple(original(*operands)), as_tuple(fused(*operands)), strict=True):
+            assert one.dtype == other.dtype, site
+            assert (one - other).norm() <= 1e-5 * one.norm(), site
+        seen.append(site)
+        return fused(*operands)
+
+    made = built(packages["observed"], layer)
+    runtime.set_checker(checker)
+    try:
+        outputs_and_gradients(made, layer)
+    finally:
+        runtime.set_checker(None)
+    file = f"{layer.split('.')[0]}.py"
+    assert {site for site in seen if site.startswith(file)} == {
+        f"{file}:{line}" for line, _, _ in SITES[file]
+    }
+
+
+def as_tuple(outputs):
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def test_methods_that_call_the_op_lose_the_fusing_decorator():
+    source = rewritten("methods.py").source
+    assert source.count("@jit_fuser") == 1  # `modulate` itself; `both` calls rewritten methods
+    assert "    @jit_fuser\n    def modulate(" in source
+
+
+# One statement at a time ----------------------------------------------------------------------------------
+
+HEAD = """import torch
+from torch import nn
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.project = nn.Linear(8, 8)
+
+"""
+
+
+def body(*lines: str) -> str:
+    """What the lines of a method become."""
+    source = HEAD + "".join(f"    {line}\n" for line in lines)
+    result = rewrite(source)
+    compile(result.source, "layer", "exec")
+    return result.source.partition("project = nn.Linear(8, 8)\n\n")[2]
+
+
+def method(*lines: str) -> str:
+    return body("def forward(self, x, shift, scale, gate):", *(f"    {line}" for line in lines))
+
+
+@pytest.mark.parametrize(
+    ("lines", "call"),
+    [
+        (["return self.norm(x) * (1 + scale) + shift"], "adaln(self.norm, x, shift, scale)"),
+        (["return shift + self.norm(x) * (scale + 1.0)"], "adaln(self.norm, x, shift, scale)"),
+        (["return self.norm(x) * scale + self.norm(x)"], None),  # two calls: not provably the same
+        (["n = self.norm(x)", "return n * scale + n"], "adaln(self.norm, x, None, scale)"),
+        (["n = self.norm(x)", "return n + n * scale + shift"], "adaln(self.norm, x, shift, scale)"),
+        (
+            ["return self.norm(x) * (1 + scale)[:, None] + shift[:, None]"],
+            "adaln(self.norm, x, shift[:, None], scale[:, None])",
+        ),
+        (
+            ["return self.norm(x) * (1 + scale).unsqueeze(1).to(x.dtype) + shift"],
+            "adaln(self.norm, x, shift, scale.unsqueeze(1).to(x.dtype))",
+        ),
+        (
+            ["return (self.norm(x.float()) * (1 + scale) + shift).half()"],
+            'adaln(self.norm, x, shift, scale, out_dtype="float16")',
+        ),
+        (
+            ["return self.norm(x.float()) * (1 + scale) + shift"],
+            'adaln(self.norm, x, shift, scale, in_dtype="float32")',
+        ),
+        (["return x + gate * self.project(x)"], "gated_residual(x, self.project(x), gate)"),
+        (["return self.project(x) * gate.tanh() + x"], "gated_residual(x, self.project(x), gate.tanh())"),
+        (
+            ["return self.norm(x + self.project(x)) * (1 + scale)"],
+            "residual_adaln(self.norm, x, self.project(x), None, None, scale)[1]",
+        ),
+    ],
+)
+def test_expressions(lines, call):
+    found = method(*lines)
+    assert found.rstrip().endswith(f"return _al_adaln.{call}" if call else lines[-1])
+
+
+def test_a_norm_of_something_with_effects_stays_where_it_was_computed():
+    assert method("n = self.norm(self.project(x))", "y = print(n is None)", "return n") == (
+        "    def forward(self, x, shift, scale, gate):\n"
+        "        n = self.norm(self.project(x))\n        y = print(n is None)\n        return n\n"
+    )
+    assert method("n = self.norm(self.project(x))", "print('between')", "return n * (1 + scale) + shift") == (
+        "    def forward(self, x, shift, scale, gate):\n"
+        "        n = self.project(x)\n        print('between')\n"
+        "        return _al_adaln.adaln(self.norm, n, shift, scale)\n"
+    )
+
+
+def test_a_gate_applied_ahead_leaves_the_branch_in_its_place():
+    assert method("y = gate * self.project(x)", "x = x + y", "return x") == (
+        "    def forward(self, x, shift, scale, gate):\n"
+        "        y = self.project(x)\n        x = _al_adaln.gated_residual(x, y, gate)\n        return x\n"
+    )
+
+
+def test_shift_and_scale_computed_after_the_sum():
+    found = method(
+        "y = self.project(x)",
+        "x = x + gate * y",
+        "shift, scale = scale.chunk(2)",
+        "y = self.norm(x) * (1 + scale) + shift",
+        "return x, y",
+    )
+    assert "        x, y = _al_adaln.residual_adaln(self.norm, x, y, gate, shift, scale)\n" in found
+    assert found.index("chunk") < found.index("residual_adaln")
+
+
+def test_comments_above_statements_that_go_stay():
+    found = method(
+        "x = x + gate * self.project(x)",
+        "# the norm",
+        "y = self.norm(x) * (1 + scale) + shift",
+        "return x, y",
+    )
+    assert found.count("# the norm") == 1
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["n = self.norm(x)", "x = self.project(x)", "shift = x", "return n * (1 + scale) + shift, x"],
+        ["n = self.norm(x)", "scale = scale * 2", "return n * (1 + scale) + shift"],
+        ["scale = 1 + scale", "n = self.norm(x) * scale + shift", "return n, scale"],
+        [
+            "for _ in range(2):",
+            "    x = x + gate * self.project(x)",
+            "    shift = x.mean()",
+            "return self.norm(x) * (1 + scale) + shift",
+        ],
+        ["y = gate * self.project(x)", "gate = gate * 0", "return x + y, gate"],
+        ["n = self.norm(x)", "f = lambda: n", "return n * (1 + scale) + shift, f()"],
+        [
+            "x = x + gate * self.project(x)",
+            "z = x * 2",
+            "x = self.norm(x) * (1 + scale) + shift",
+            "return x, z",
+        ],
+        [
+            "y = x",
+            "x = x + gate * self.project(x)",
+            "y = self.norm(x) * (1 + scale) + shift + y",
+            "return x, y",
+        ],
+        [
+            "try:",
+            "    n = self.norm(x)",
+            "    y = n * (1 + scale) + shift",
+            "except ValueError:",
+            "    y = n",
+            "return y",
+        ],
+        ["n = self.norm(x)", "while n.sum() > 1e9:", "    n = n / 2", "return n * (1 + scale) + shift"],
+        ["x, y = self.project(x), x", "return y + gate * x"],
+        ["n = m = self.norm(x)", "return n * (1 + scale) + shift, m"],
+        ["n = self.norm(x); y = n * (1 + scale) + shift", "return y"],
+        ["if (n := self.norm(x)) is not None:", "    n = n * (1 + scale) + shift", "return n"],
+        ["return [self.norm(t) * (1 + scale) + shift for t in (x, x * 2)][1]"],
+        ["scale = scale.expand(3, 8)", "y = self.norm(x) * (1 + scale) + shift.expand_as(x)", "return y"],
+        ["y = self.norm(x) * (1 + 0.5) + shift", "return y"],
+        ["return self.norm(x) * (1 + scale.mean()) + shift.mean()"],
+    ],
+    ids=lambda lines: lines[-2] if len(lines) > 1 else lines[0],
+)
+def test_whatever_becomes_of_hostile_statements_computes_the_same(lines):
+    source = (
+        HEAD
+        + "    def forward(self, x, shift, scale, gate):\n"
+        + "".join(f"        {line}\n" for line in lines)
+    )
+    values = []
+    for text in (source, rewrite(source).source, rewrite(source, observe=True).source):
+        names = {}
+        exec(compile(text, "layer", "exec"), names)
+        torch.manual_seed(0)
+        layer = names["Layer"]()
+        inputs = [torch.randn(3, 8).requires_grad_() for _ in range(4)]
+        outputs = as_tuple(layer(*inputs))
+        sum(y.square().sum() for y in outputs).backward()
+        values.append([*outputs, *(x.grad for x in inputs if x.grad is not None), layer.norm.weight.grad])
+    for found in values[1:]:
+        torch.testing.assert_close(found, values[0])
+
+
+def test_the_import_goes_behind_docstring_and_future_imports():
+    code = "def forward(norm, x, shift, scale):\n    return norm(x) * (1 + scale) + shift\n"
+    head = '"""Text."""\n\nfrom __future__ import annotations\n'
+    assert rewrite(head + code).source.startswith(f"{head}\n{IMPORT}\n")
+    assert rewrite(f"# Licence\n\n{code}").source.startswith(f"# Licence\n\n{IMPORT}\n")
