@@ -106,7 +106,14 @@ CSV = {
     "zero": ("latent_frames,latent_height,latent_width\n1,2,2\n0,2,2\n", "latent_frames is 0 in row 1"),
     "negative": ("latent_frames,latent_height,latent_width\n1,2,-2\n", "latent_width is -2 in row 0"),
     "fraction": ("latent_frames,latent_height,latent_width\n1,2.5,2\n", r"latent_height is 2\.5 in row 0"),
-    "blank": ("latent_frames,latent_height,latent_width\n1,2,2\n1,,2\n", "latent_height is None in row 1"),
+    "blank": (
+        "latent_frames,latent_height,latent_width\n1,2,2\n1,,2\n",
+        "latent_height is absent or no number in row 1",
+    ),
+    "nan": (
+        "latent_frames,latent_height,latent_width\nnan,2,2\n",
+        "latent_frames is absent or no number in row 0",
+    ),
     "words": ("latent_frames,latent_height,latent_width\n1,two,2\n", "latent_height is 'two' in row 0"),
     "huge": ("latent_frames,latent_height,latent_width\n1,2,2000000\n", "latent_width is 2000000"),
     "column": ("frames,height,width\n1,2,2\n", "latent_frames, latent_height, latent_width missing"),

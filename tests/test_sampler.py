@@ -3,6 +3,7 @@
 import json
 import pickle
 import random
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -226,6 +227,39 @@ def test_a_custom_schedule_is_asked_for_and_used():
         len(sampler)
     sampler.set_custom_curriculum_learning_schedule({"seqlen": lambda step: 4096, "other": None})
     assert CORPUS.tokens[CORPUS.bucket[list(chain(*sampler))]].max() == 4096
+
+
+def test_deepspeeds_percentiles_of_a_column_and_a_value_at_once():
+    score = np.random.default_rng(0).permutation(CORPUS.samples)
+    corpus = replace(CORPUS, metrics={"score": score})
+    by_score = {
+        "difficulty_type": "percentile",
+        "min_difficulty": 20,
+        "max_difficulty": 100,
+        "schedule_type": "fixed_discrete",
+        "schedule_config": {"difficulty": [20, 100], "max_step": [3]},
+    }
+    by_length = {
+        "min_difficulty": 4096,
+        "max_difficulty": 75_600,
+        "schedule_type": "fixed_discrete",
+        "schedule_config": {"difficulty": [4096, 75_600], "max_step": [5]},
+    }
+    curriculum = {"score": by_score, "seqlen": by_length}
+    world = samplers(2, corpus=corpus, curriculum=curriculum, lookahead=1)
+    for step in range(8):  # a fifth of 900 samples is 180; steps count from 1 in the schedules
+        ids = train(world, 1)
+        if step < 3:
+            assert score[ids].max() < 180
+        if step < 5:
+            assert corpus.tokens[corpus.bucket[ids]].max() <= 4096
+
+
+def test_a_metric_without_a_number_is_refused_by_row():
+    corpus = replace(CORPUS, metrics={"score": np.where(np.arange(CORPUS.samples) == 7, np.nan, 1.0)})
+    sampler = samplers(1, corpus=corpus, curriculum={"score": LINEAR})[0]
+    with pytest.raises(PlanError, match="'score' is absent or NaN for 1 samples, the first of them row 7"):
+        len(sampler)
 
 
 def test_lr_factors_follow_the_steps_of_the_plan():

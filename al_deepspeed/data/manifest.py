@@ -228,10 +228,11 @@ def _whole_numbers(column: pa.Array, name: str, where: str, below: int, dtype: p
             good &= values == np.floor(values)
     if not good.all():
         row = int(np.flatnonzero(~good)[0])
+        given = column[row].as_py()
+        found = "absent or no number" if given in (None, "") else repr(given)
         raise CorpusError(
-            f"{where}: {name} is {column[row].as_py()!r} in row {row} ({int((~good).sum())} such row(s)); it "
-            f"must be a whole number from 1 to {below - 1}. Correct or remove the rows, as `index "
-            "--skip-bad` does."
+            f"{where}: {name} is {found} in row {row} ({int((~good).sum())} such row(s)); it must be a whole "
+            f"number from 1 to {below - 1}. Correct or remove the rows, as `index --skip-bad` does."
         )
     return pa.array(values.astype(dtype.to_pandas_dtype()))
 

@@ -75,8 +75,8 @@ def low_budget(corpus: Corpus, cost: CostModel, limits: Limits) -> str | None:
         return None
     worst = int(np.argmax(np.where(counts, alone, 0)))
     return (
-        f"max_cost is {limits.max_cost:g}, but {counts.sum()} of {corpus.samples} samples cost more alone, up "
-        f"to {alone[worst]:g} (shape {'x'.join(map(str, corpus.shapes[worst]))}); each is trained alone "
+        f"max_cost is {limits.max_cost:g}, but {counts.sum()} of {corpus.samples} samples cost more alone, "
+        f"up to {alone[worst]:g} (shape {'x'.join(map(str, corpus.shapes[worst]))}); each is trained alone "
         f"(B = 1). Give at least {np.ceil(alone[worst]):.0f}, or leave max_cost out to have it chosen."
     )
 

@@ -43,6 +43,12 @@ def difficulties(corpus: Corpus, schedules: Mapping[str, Schedule]) -> list[Floa
         else:
             known = ", ".join([SEQUENCE_LENGTH, *corpus.metrics])
             raise PlanError(f"curriculum metric {name!r} is no numeric column; the manifest has {known}.")
+        unknown = np.flatnonzero(np.isnan(values))
+        if len(unknown):
+            raise PlanError(
+                f"curriculum metric {name!r} is absent or NaN for {len(unknown)} samples, the first of them "
+                f"{corpus.sample_name(int(unknown[0]))}. Give each a number, or leave them out."
+            )
         if schedule.percentiles is not None:
             part = max(1, len(values) // schedule.percentiles)
             rank = np.empty(len(values), dtype=np.int64)
