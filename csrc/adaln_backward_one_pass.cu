@@ -1,107 +1,20 @@
 // Backward in one pass over x and dy: dx is written and the sums over rows are kept in registers on the way.
 #include "adaln_backward.h"
+#include "adaln_ring.cuh"
 
 namespace adaln {
 namespace {
 
-constexpr int kColumns = 8;  // columns a thread owns
-constexpr int kMaxStages = 8;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-#define ADALN_BULK_COPY 1  // cp.async.bulk onto an mbarrier; otherwise cp.async by every thread
-#else
-#define ADALN_BULK_COPY 0
-#endif
-
-// ---- the ring: tiles of rows on their way from memory to shared memory -------------------------------------------
-// Stage s holds kRows rows of every stream, each row padded to the block's width. full[s] counts a tile in; the block
-// barrier at the end of each tile says that a stage may be filled again.
-
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-__device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again%=:\n"
-#if ADALN_BULK_COPY
-      "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
-#else
-      "mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n"
-#endif
-      "@!done bra again%=;\n"
-      "}" ::"r"(shared_address(barrier)),
-      "r"(parity)
-      : "memory");
-}
-
-// Ordinary writes to the ring and to its barriers come before later bulk copies into them.
-__device__ __forceinline__ void copy_fence() {
-#if ADALN_BULK_COPY
-  asm volatile("fence.proxy.async;" ::: "memory");
-#endif
-}
-
-struct Stream {
-  const char* data;
-  int64_t sample_bytes, token_bytes;  // strides
-};
-constexpr int kMaxStreams = 4;  // x, dy, branch, dresidual_out
-
+// What a launch needs beside the ring.
 struct OnePass {
   AdalnBackward op;
   Geometry geometry;
   Chunks chunks;
   Partials partials;
-  Stream streams[kMaxStreams];
-  int stream_count, stages;
-  int row_pitch, stage_bytes;  // in the ring
-  float inverse;               // 1 / features
+  Ring ring;
+  int first_blocks;  // that start together
+  float inverse;     // 1 / features
 };
-
-// Brings up to kRows rows of every stream into one stage. On sm_90 a lane starts one bulk copy of a whole row;
-// before, every thread copies its own columns.
-template <int kBytes, int kRows>
-__device__ __forceinline__ void fill_stage(const OnePass& p, char* stage, uint64_t* full,
-                                           int sample, int token, int rows) {
-#if ADALN_BULK_COPY
-  if (threadIdx.x >= kWarp) return;
-  const uint32_t row_bytes = p.geometry.features * kBytes;
-  if (threadIdx.x == 0) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(full)),
-                 "r"(row_bytes * rows * p.stream_count)
-                 : "memory");
-  }
-  __syncwarp();
-  const int stream = threadIdx.x / kRows, row = threadIdx.x % kRows;
-  if (stream >= p.stream_count || row >= rows) return;
-  const Stream& from = p.streams[stream];
-  const char* source = from.data + sample * from.sample_bytes + (token + row) * from.token_bytes;
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(stage + (stream * kRows + row) * p.row_pitch)),
-               "l"(source), "r"(row_bytes), "r"(shared_address(full))
-               : "memory");
-#else
-  const int offset = threadIdx.x * kColumns * kBytes;
-  if (offset < p.geometry.features * kBytes) {
-    for (int stream = 0; stream < p.stream_count; ++stream) {
-      const Stream& from = p.streams[stream];
-      for (int row = 0; row < rows; ++row) {
-        const char* source =
-            from.data + sample * from.sample_bytes + (token + row) * from.token_bytes + offset;
-        const uint32_t target = shared_address(stage + (stream * kRows + row) * p.row_pitch + offset);
-#pragma unroll
-        for (int i = 0; i < kColumns * kBytes; i += 16)
-          asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target + i), "l"(source + i) : "memory");
-      }
-    }
-  }
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(full)) : "memory");
-#endif
-}
 
 // Threads of a block at most: what the registers of a thread leave room for.
 __host__ __device__ constexpr int max_threads(int tile_rows, bool branch, int element_bytes) {
@@ -160,12 +73,13 @@ __global__ void __launch_bounds__(max_threads(kRows, kBranch, T::kBytes), 1)
     one_pass(const __grid_constant__ OnePass p) {
   constexpr int N = 2 * kRows;  // sums a tile
   constexpr int kBytes = T::kBytes;
-  extern __shared__ __align__(128) char ring[];
+  extern __shared__ __align__(128) char stages[];
   __shared__ float warp_shares[2][kWarp * N];
   __shared__ uint64_t full[kMaxStages];
   __shared__ int4 ahead[2];
   __shared__ float4 row_values[max_threads(kRows, kBranch, T::kBytes) / kWarp][kRows];
   const AdalnBackward& op = p.op;
+  const Ring& ring = p.ring;
   const Geometry& geometry = p.geometry;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
   const int column = threadIdx.x * kColumns;
@@ -179,14 +93,19 @@ __global__ void __launch_bounds__(max_threads(kRows, kBranch, T::kBytes), 1)
 
   if (threadIdx.x == 0) ahead[0] = make_int4(row, row, 0, 0);
   if (threadIdx.x == 0)
-    for (int s = 0; s < p.stages; ++s) barrier_init(&full[s], ADALN_BULK_COPY ? 1 : blockDim.x);
+    for (int s = 0; s < ring.stages; ++s) barrier_init(&full[s], ADALN_BULK_COPY ? 1 : blockDim.x);
   if (!active) {  // the padding of every row reads as zero, for good
-    for (int i = 0; i < p.stages * p.stream_count * kRows; ++i)
+    for (int i = 0; i < ring.stages * ring.stream_count * kRows; ++i)
       for (int j = 0; j < kColumns * kBytes; j += 16)
-        *reinterpret_cast<uint4*>(ring + i * p.row_pitch + column * kBytes + j) = make_uint4(0, 0, 0, 0);
+        *reinterpret_cast<uint4*>(stages + i * ring.row_pitch + column * kBytes + j) = make_uint4(0, 0, 0, 0);
   }
   copy_fence();
   __syncthreads();
+  if (warp == 0 && chunk < p.first_blocks && geometry.mode != ADALN_PACKED) {  // a first tile, while others still write
+    const Place place = geometry.place(row);
+    const int rows = static_cast<int>(min(int64_t{min(kRows, last - row)}, geometry.run_end(row, place) - row));
+    prefetch_tile<kRows>(ring, static_cast<int>(place.sample), static_cast<int>(place.token), rows);
+  }
   wait_for_previous();
   let_next_start();  // whose blocks may then read whatever this kernel was given
 
@@ -204,13 +123,13 @@ __global__ void __launch_bounds__(max_threads(kRows, kBranch, T::kBytes), 1)
         next.w = next.x - static_cast<int>(place.token);
       }
       const int rows = min(kRows, next.y - next.x);
-      fill_stage<kBytes, kRows>(p, ring + s * p.stage_bytes, &full[s], next.z, next.x - next.w, rows);
+      fill_stage<kBytes, kRows>(ring, stages + s * ring.stage_bytes, &full[s], next.z, next.x - next.w, rows);
       next.x += rows;
     }
     turn ^= 1;
     if (threadIdx.x == 0) ahead[turn] = next;
   };
-  for (int s = 0; s < p.stages; ++s) {
+  for (int s = 0; s < ring.stages; ++s) {
     fill(s);
     if (ADALN_BULK_COPY) __syncwarp();
     else __syncthreads();
@@ -246,27 +165,27 @@ __global__ void __launch_bounds__(max_threads(kRows, kBranch, T::kBytes), 1)
   const auto await = [&](int s, uint32_t lap, int rows) {
     barrier_wait(&full[s], lap);
     if (rows < kRows) {
-      char* own = ring + s * p.stage_bytes + column * kBytes;
-      for (int stream = 0; stream < p.stream_count; ++stream)
+      char* own = stages + s * ring.stage_bytes + column * kBytes;
+      for (int stream = 0; stream < ring.stream_count; ++stream)
         for (int r = rows; r < kRows; ++r)
           for (int j = 0; j < kColumns * kBytes; j += 16)
-            *reinterpret_cast<uint4*>(own + (stream * kRows + r) * p.row_pitch + j) = make_uint4(0, 0, 0, 0);
+            *reinterpret_cast<uint4*>(own + (stream * kRows + r) * ring.row_pitch + j) = make_uint4(0, 0, 0, 0);
       copy_fence();
     }
   };
   // Columns [at, at + kPart) of row r of a tile: r itself (rounded as in the forward) and the branch.
-  constexpr int kPart = kBranch ? 4 : 8;  // at a time: with a branch there are more p.stream_count than registers
+  constexpr int kPart = kBranch ? 4 : 8;  // at a time: with a branch there are more streams than registers
   const auto read_r = [&](const char* tile, int r, int at, float (&out)[kPart], float (&branch)[kPart]) {
-    read_columns<T>(tile + r * p.row_pitch + at * kBytes, out);
+    read_columns<T>(tile + r * ring.row_pitch + at * kBytes, out);
     if constexpr (kBranch) {
-      read_columns<T>(tile + (2 * kRows + r) * p.row_pitch + at * kBytes, branch);
+      read_columns<T>(tile + (2 * kRows + r) * ring.row_pitch + at * kBytes, branch);
 #pragma unroll
       for (int i = 0; i < kPart; ++i) out[i] = fmaf(gate[at + i], branch[i], out[i]);
       round_all<T>(out);
     }
   };
   const auto first_half = [&](int s, float statistics, float* shares) {
-    const char* tile = ring + s * p.stage_bytes + column * kBytes;
+    const char* tile = stages + s * ring.stage_bytes + column * kBytes;
     float v[N];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -276,7 +195,7 @@ __global__ void __launch_bounds__(max_threads(kRows, kBranch, T::kBytes), 1)
       for (int at = 0; at < kColumns; at += kPart) {
         float x[kPart], d[kPart], branch[kPart];
         read_r(tile, r, at, x, branch);
-        read_columns<T>(tile + (kRows + r) * p.row_pitch + at * kBytes, d);
+        read_columns<T>(tile + (kRows + r) * ring.row_pitch + at * kBytes, d);
 #pragma unroll
         for (int i = 0; i < kPart; ++i) {
           const float g = d[i] * factor[at + i];
@@ -328,7 +247,7 @@ __global__ void __launch_bounds__(max_threads(kRows, kBranch, T::kBytes), 1)
     first_half(stage, statistics, warp_shares[0]);
     __syncthreads();
     for (; row < end; row += kRows) {
-      const bool wraps = stage + 1 == p.stages;
+      const bool wraps = stage + 1 == ring.stages;
       const int next_stage = wraps ? 0 : stage + 1;
       const uint32_t next_parity = parity ^ wraps;
       const float later_statistics = load_statistics(row + 2 * kRows, end);
@@ -348,7 +267,7 @@ __global__ void __launch_bounds__(max_threads(kRows, kBranch, T::kBytes), 1)
         row_values[warp][lane] = make_float4(statistics, row_rstd, layer_norm ? sum : 0.f, product * row_rstd);
       __syncwarp();
 
-      const char* tile = ring + stage * p.stage_bytes + column * kBytes;
+      const char* tile = stages + stage * ring.stage_bytes + column * kBytes;
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         const float4 values = row_values[warp][r];
@@ -358,7 +277,7 @@ __global__ void __launch_bounds__(max_threads(kRows, kBranch, T::kBytes), 1)
         for (int at = 0; at < kColumns; at += kPart) {
           float x[kPart], d[kPart], branch[kPart];
           read_r(tile, r, at, x, branch);
-          read_columns<T>(tile + (kRows + r) * p.row_pitch + at * kBytes, d);
+          read_columns<T>(tile + (kRows + r) * ring.row_pitch + at * kBytes, d);
 #pragma unroll
           for (int i = 0; i < kPart; ++i) {
             const float h = (x[i] - mean) * rstd;
@@ -368,7 +287,7 @@ __global__ void __launch_bounds__(max_threads(kRows, kBranch, T::kBytes), 1)
           }
           if constexpr (kBranch) {
             if (has_residual_gradient) {
-              read_columns<T>(tile + (3 * kRows + r) * p.row_pitch + at * kBytes, x);
+              read_columns<T>(tile + (3 * kRows + r) * ring.row_pitch + at * kBytes, x);
 #pragma unroll
               for (int i = 0; i < kPart; ++i) out[at + i] += x[i];
             }
@@ -450,7 +369,10 @@ OnePassPlan plan_one_pass(const AdalnBackward& op, const Geometry& geometry) {
   constexpr int kRegisters = 104;  // a thread, about
   const int blocks =
       std::max(1, std::min(64 * 1024 / (threads * kRegisters), room / (3 * tile * row_bytes + kReserved)));
-  const int stages = std::min(kMaxStages, (room / blocks - (blocks > 1 ? kReserved : 0)) / (tile * row_bytes));
+  // More stages than these put more bytes on their way than memory can take at a time, and all of them wait longer.
+  constexpr int kStages = 3, kBranchStages = 3;
+  const int stages = std::min(branch ? kBranchStages : kStages,
+                              (room / blocks - (blocks > 1 ? kReserved : 0)) / (tile * row_bytes));
   if (stages < 2) return plan;
   plan.tile_rows = tile;
   plan.stages = stages;
@@ -459,7 +381,7 @@ OnePassPlan plan_one_pass(const AdalnBackward& op, const Geometry& geometry) {
 
   // Blocks that start together finish apart: SMs do not get equal shares of the bandwidth. So a twentieth of the rows
   // is left for those that are done early. Not with few rows, where filling one more ring costs more than it gains.
-  constexpr double kLargeShare = 0.95;
+  constexpr double kLargeShare = 0.985;
   constexpr int64_t kFewRows = 64;  // a block
   const int64_t slots = static_cast<int64_t>(blocks) * device.multiprocessors;
   const int64_t equal = (geometry.rows + slots - 1) / slots;
@@ -478,15 +400,18 @@ OnePassPlan plan_one_pass(const AdalnBackward& op, const Geometry& geometry) {
 cudaError_t backward_one_pass(const AdalnBackward& op, const Geometry& geometry, const OnePassPlan& plan,
                               const Partials& partials, cudaStream_t stream) {
   OnePass p{op, geometry, plan.chunks, partials};
+  Ring& ring = p.ring;
   for (const AdalnRows* rows : {&op.x, &op.dy, &op.branch, &op.dresidual_out}) {
     if (!rows->data) continue;
     const int bytes = element_bytes(rows->dtype);
-    p.streams[p.stream_count++] = {static_cast<const char*>(rows->data), rows->sample_stride * bytes,
-                            rows->token_stride * bytes};
+    ring.streams[ring.stream_count++] = {static_cast<const char*>(rows->data), rows->sample_stride * bytes,
+                                         rows->token_stride * bytes};
   }
-  p.stages = plan.stages;
-  p.row_pitch = plan.threads * kColumns * element_bytes(op.x.dtype);
-  p.stage_bytes = p.stream_count * plan.tile_rows * p.row_pitch;
+  ring.stages = plan.stages;
+  ring.row_bytes = geometry.features * element_bytes(op.x.dtype);
+  ring.row_pitch = plan.threads * kColumns * element_bytes(op.x.dtype);
+  ring.stage_bytes = ring.stream_count * plan.tile_rows * ring.row_pitch;
+  p.first_blocks = static_cast<int>(plan.chunks.large_count);
   p.inverse = 1.f / geometry.features;
   if (op.x.dtype == ADALN_F32) return launch_typed<F32>(p, plan, stream);
   if (op.x.dtype == ADALN_F16) return launch_typed<Fp16>(p, plan, stream);

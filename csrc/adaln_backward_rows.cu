@@ -52,8 +52,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 #pragma unroll
   for (int k = 0; k < K; ++k) {
     const bool inside = first + k * kStep < D;
-    r_held[k] = inside ? load_stream<T>(x, k * kStep) : make_uint4(0, 0, 0, 0);
-    dy_held[k] = inside ? load_stream<T>(dy, k * kStep) : make_uint4(0, 0, 0, 0);
+    r_held[k] = dy_held[k] = make_uint4(0, 0, 0, 0);
+    if (inside) load_stream(x + k * kStep * T::kBytes, r_held[k]);
+    if (inside) load_stream(dy + k * kStep * T::kBytes, dy_held[k]);
   }
   const void *scale = modulation_at(op.scale), *gate = modulation_at(op.gate), *branch = rows_at(op.branch);
   const auto load_factor = [&](int k, float(&c)[W]) {  // of dy in g

@@ -70,7 +70,50 @@ struct F32 {
   }
 };
 
+// Four elements of a row, 8 or 16 bytes: what a lane takes at a time where it meets fp32 modulation, so that both are
+// read without gaps between lanes.
+template <class T>
+struct Four {
+  using Packed = std::conditional_t<T::kBytes == 4, uint4, uint2>;
+  static __device__ __forceinline__ void unpack(const Packed& v, float (&f)[4]) {
+    if constexpr (T::kBytes == 4) {
+      T::unpack(v, f);
+    } else {
+      float eight[8];
+      T::unpack(make_uint4(v.x, v.y, 0, 0), eight);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) f[i] = eight[i];
+    }
+  }
+  static __device__ __forceinline__ Packed pack(const float (&f)[4]) {
+    if constexpr (T::kBytes == 4) return T::pack(f);
+    else return make_uint2(T::pair(f[0], f[1]), T::pair(f[2], f[3]));
+  }
+};
+
 __host__ __device__ constexpr int element_bytes(AdalnDtype dtype) { return dtype == ADALN_F32 ? 4 : 2; }
+
+// ---- streaming accesses ----------------------------------------------------------------------------------------
+// Rows pass through once: neither their loads nor their stores displace the modulation from L1.
+
+__device__ __forceinline__ void load_stream(const void* from, uint4& v) {
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from));
+}
+__device__ __forceinline__ void load_stream(const void* from, uint2& v) {
+  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from));
+}
+__device__ __forceinline__ void store_stream(void* to, const uint4& v) {
+  asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
+}
+__device__ __forceinline__ void store_stream(void* to, const uint2& v) {
+  asm volatile("st.global.L1::no_allocate.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(v.x), "r"(v.y) : "memory");
+}
+
+// ---- accesses to any type ----------------------------------------------------------------------------------------
 
 // One element of any type at any alignment that the type itself allows.
 __device__ __forceinline__ float load_one(const void* data, AdalnDtype dtype, int64_t i) {
@@ -127,7 +170,8 @@ __device__ __forceinline__ void store_some(void* data, AdalnDtype dtype, int64_t
   if (dtype == ADALN_F32) {
     float4* p = reinterpret_cast<float4*>(static_cast<float*>(data) + i);
 #pragma unroll
-    for (int k = 0; k < W / 4; ++k) p[k] = make_float4(f[4 * k], f[4 * k + 1], f[4 * k + 2], f[4 * k + 3]);
+    for (int k = 0; k < W / 4; ++k)
+      store_stream(p + k, F32::pack({f[4 * k], f[4 * k + 1], f[4 * k + 2], f[4 * k + 3]}));
     return;
   }
   uint32_t word[W / 2];
@@ -135,8 +179,8 @@ __device__ __forceinline__ void store_some(void* data, AdalnDtype dtype, int64_t
   for (int k = 0; k < W / 2; ++k)
     word[k] = dtype == ADALN_F16 ? Fp16::pair(f[2 * k], f[2 * k + 1]) : Bf16::pair(f[2 * k], f[2 * k + 1]);
   uint16_t* p = static_cast<uint16_t*>(data) + i;
-  if constexpr (W == 8) *reinterpret_cast<uint4*>(p) = make_uint4(word[0], word[1], word[2], word[3]);
-  else *reinterpret_cast<uint2*>(p) = make_uint2(word[0], word[1]);
+  if constexpr (W == 8) store_stream(p, make_uint4(word[0], word[1], word[2], word[3]));
+  else store_stream(p, make_uint2(word[0], word[1]));
 }
 
 // Marks a kernel whose parameters (modulation, weight, bias) and row outputs have types known only at run time.
@@ -325,10 +369,12 @@ __device__ __forceinline__ float warp_sums(float (&v)[N]) {
 __device__ __forceinline__ void keep_packed(uint4& v) {
   asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));
 }
+__device__ __forceinline__ void keep_packed(uint2& v) { asm volatile("" : "+r"(v.x), "+r"(v.y)); }
 
 // ---- launches that overlap (csrc/adaln_launch.h, launch_early) ---------------------------------------------------
 
-// Before the first access to memory: everything the previous kernel of the stream wrote is there.
+// Before the first access to memory: everything the previous kernel of the stream wrote is there. Only
+// prefetch_to_l2() may come before it: that moves bytes, whatever they are by then, and nothing is read.
 __device__ __forceinline__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -342,16 +388,11 @@ __device__ __forceinline__ void let_next_start() {
 #endif
 }
 
-// ---- streaming accesses ----------------------------------------------------------------------------------------
-// Rows pass through once: they do not displace the modulation from L1.
-
-template <class T>
-__device__ __forceinline__ uint4 load_stream(const char* row, int elements) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(row + elements * T::kBytes));
-  return v;
+// Starts moving a piece of a row, 16-byte aligned, from memory to L2 (sm_90 and later; before, nothing happens).
+__device__ __forceinline__ void prefetch_to_l2(const void* from, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
 }
 
 }  // namespace adaln

@@ -10,73 +10,99 @@ namespace adaln {
 namespace {
 
 // A team of warps takes one row, held in registers between its single read and its single write.
-//   reads   x (and branch)            rows * D * sizeof(T), 16 bytes a lane, all issued before the first is used
+//   reads   x (and branch)            rows * D * sizeof(T), all issued before the first is used; on their way to L2
+//                                     some thousand rows before (Prefetch)
 //           shift, scale, gate        a row a group: from L1 after the first team of an SM
 //   writes  y (and residual_out)      rows * D * sizeof(T)
 //           mean, rstd                8 bytes a row
-// Lane l of warp w holds vectors w * 32 * K + l + 32 * k, k < K. Every warp centres its own share on its own mean;
-// the shares are then joined by Chan's formula, so no sum of squares is ever taken around a distant point.
+// Lane l of warp w holds the fours of elements w * 32 * K + l + 32 * k, k < K: of fp32 modulation that is 16 bytes a
+// lane, side by side. (With 8 elements a lane every second 16 bytes lie apart, and L1 takes twice as long.) Every warp
+// centres its own share on its own mean; the shares are then joined by Chan's formula, so no sum of squares is ever
+// taken around a distant point.
 // P is the type of shift, scale and gate, all present, with y and branch of type T and no weight or bias; for every
 // other case P is Any and each access asks which it is.
 template <class T, class P, int K, bool kBranch>
 __global__ void __launch_bounds__(kForwardThreads, 1)
     forward_rows(const __grid_constant__ AdalnForward op, const __grid_constant__ Geometry geometry, int team_warps,
-                 int run_bits) {
+                 int run_bits, Prefetch early) {
   constexpr bool kAny = std::is_same_v<P, Any>;
   // A mean in fp32 can be off by as much as fp32 rows differ by: what they leave over from it corrects it once.
   constexpr bool kRefine = std::is_same_v<T, F32>;
-  constexpr int W = T::kWidth;
-  constexpr int kStep = kWarp * W, kShare = K * kStep;  // elements of a row that a warp holds: a vector a lane, all
-  __shared__ float2 shares[kWarp];
+  using Row = Four<T>;
+  constexpr int W = 4;
+  constexpr int kStep = kWarp * W, kShare = K * kStep;  // elements of a row that a warp holds: four a lane, all
+  extern __shared__ float2 shares[];  // a warp of the block each; none where a warp has a whole row
 
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int teams = blockDim.x / kWarp / team_warps;
   const int team = warp / team_warps, part = warp - team * team_warps;
   // Teams go round the runs of rows, so that SMs do not all come to a new group at once.
-  const int64_t turn = static_cast<int64_t>(blockIdx.x) * teams + team;
-  const int64_t run_rows = (geometry.rows + (1 << run_bits) - 1) >> run_bits, run = turn & ((1 << run_bits) - 1);
-  const int64_t row = run * run_rows + (turn >> run_bits);
+  const int64_t run_rows = (geometry.rows + (1 << run_bits) - 1) >> run_bits;
+  const auto row_of_turn = [&](int64_t turn) {  // -1: a short run has none
+    const int64_t run = turn & ((1 << run_bits) - 1), row = run * run_rows + (turn >> run_bits);
+    return row < min((run + 1) * run_rows, geometry.rows) ? row : int64_t{-1};
+  };
+  const auto prefetch = [&](const Place& place) {
+    const int start = part * kShare, bytes = min(kShare, geometry.features - start) * T::kBytes;
+    if (lane > 0 || bytes <= 0) return;
+    prefetch_to_l2(static_cast<const char*>(row_of(op.x, place)) + start * T::kBytes, bytes);
+    if (kBranch && !kAny) prefetch_to_l2(static_cast<const char*>(row_of(op.branch, place)) + start * T::kBytes, bytes);
+  };
+  const int64_t turn = static_cast<int64_t>(blockIdx.x) * teams + team, row = row_of_turn(turn);
+  const bool has_row = row >= 0;
   if (geometry.mode == ADALN_PACKED) wait_for_previous();  // place() then reads cu_seqlens
-  const bool has_row = row < min((run + 1) * run_rows, geometry.rows);
   const Place place = geometry.place(has_row ? row : 0);
+  if (has_row && static_cast<int>(blockIdx.x) < early.first_blocks) prefetch(place);
   wait_for_previous();
   let_next_start();
+  if (early.ahead > 0) {
+    const int64_t later = row_of_turn(turn + early.ahead);
+    if (later >= 0) prefetch(geometry.place(later));
+  }
   if (!has_row) {  // still meets the other teams at the barrier
     if (team_warps > 1 && (!kBranch || op.y.data)) __syncthreads();
     return;
   }
+  // Found once more where it is needed: a place takes six registers, and the row in hand has the rest.
+  const auto place_again = [&] {
+    int64_t same_row = row;
+    asm volatile("" : "+l"(same_row));
+    return geometry.place(same_row);
+  };
   const int D = geometry.features;
   const int first = part * kShare + lane * W;
 
-  uint4 held[K], branch[kBranch && !kAny ? K : 1];
-  const char* x = static_cast<const char*>(row_of(op.x, place)) + first * T::kBytes;
+  typename Row::Packed held[K], branch[kBranch && !kAny ? K : 1];
+  const auto load_row = [&](const void* row, auto& packed) {
+    const char* from = static_cast<const char*>(row) + first * T::kBytes;
 #pragma unroll
-  for (int k = 0; k < K; ++k) held[k] = first + k * kStep < D ? load_stream<T>(x, k * kStep) : make_uint4(0, 0, 0, 0);
+    for (int k = 0; k < K; ++k) {
+      packed[k] = {};
+      if (first + k * kStep < D) load_stream(from + k * kStep * T::kBytes, packed[k]);
+    }
+  };
+  load_row(row_of(op.x, place), held);
 
   if constexpr (kBranch) {
     const void* branch_row = row_of(op.branch, place);
-    if constexpr (!kAny) {
-      const char* from = static_cast<const char*>(branch_row) + first * T::kBytes;
-#pragma unroll
-      for (int k = 0; k < K; ++k)
-        branch[k] = first + k * kStep < D ? load_stream<T>(from, k * kStep) : make_uint4(0, 0, 0, 0);
-    }
-    const void* gate = at(row_of(op.gate, place), P{}, op.gate.dtype, first);
-    char* residual_out = static_cast<char*>(row_of(op.residual_out, place)) + first * T::kBytes;
+    if constexpr (!kAny) load_row(branch_row, branch);
+    const Place own = kRefine ? place_again() : place;
+    const void* gate = at(row_of(op.gate, own), P{}, op.gate.dtype, first);
+    char* residual_out = static_cast<char*>(row_of(op.residual_out, own)) + first * T::kBytes;
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       if (first + k * kStep < D) {
         float r[W], b[W], g[W];
-        T::unpack(held[k], r);
+        Row::unpack(held[k], r);
         if constexpr (kAny) load_some<W>(branch_row, op.branch.dtype, first + k * kStep, b);
-        else T::unpack(branch[k], b);
+        else Row::unpack(branch[k], b);
 #pragma unroll
         for (int i = 0; i < W; ++i) g[i] = 1.f;
         if (!kAny || op.gate.data) load_parameter<P, W>(gate, op.gate.dtype, k * kStep, g);
 #pragma unroll
         for (int i = 0; i < W; ++i) r[i] = fmaf(g[i], b[i], r[i]);
-        held[k] = T::pack(r);  // the norm reads r as rounded
-        *reinterpret_cast<uint4*>(residual_out + k * kStep * T::kBytes) = held[k];
+        held[k] = Row::pack(r);  // the norm reads r as rounded
+        store_stream(residual_out + k * kStep * T::kBytes, held[k]);
       }
     }
     if (!op.y.data) return;  // gated_residual
@@ -89,29 +115,34 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       float f[W];
-      T::unpack(held[k], f);  // lanes past the end hold zeros
+      Row::unpack(held[k], f);  // lanes past the end hold zeros
 #pragma unroll
       for (int i = 0; i < W; i += 4) sum += (f[i] + f[i + 1]) + (f[i + 2] + f[i + 3]);
     }
     mean = count ? warp_sum(sum) / count : 0.f;
   }
   float left_over = 0.f;
+  const bool whole = !kAny && (part + 1) * kShare <= D;  // no lane of this warp ends early
+  const auto add_squares = [&](auto all) {
 #pragma unroll
-  for (int k = 0; k < K; ++k) {
-    float f[W], part_squares = 0.f, part_sum = 0.f;
-    keep_packed(held[k]);
-    T::unpack(held[k], f);
+    for (int k = 0; k < K; ++k) {
+      float f[W], part_squares = 0.f, part_sum = 0.f;
+      keep_packed(held[k]);
+      Row::unpack(held[k], f);
 #pragma unroll
-    for (int i = 0; i < W; ++i) {
-      const float centred = f[i] - mean;
-      part_squares = fmaf(centred, centred, part_squares);
-      if constexpr (kRefine) part_sum += centred;
+      for (int i = 0; i < W; ++i) {
+        const float centred = f[i] - mean;
+        part_squares = fmaf(centred, centred, part_squares);
+        if constexpr (kRefine) part_sum += centred;
+      }
+      if (decltype(all)::value || first + k * kStep < D) {
+        squares += part_squares;
+        left_over += part_sum;
+      }
     }
-    if (first + k * kStep < D) {
-      squares += part_squares;
-      left_over += part_sum;
-    }
-  }
+  };
+  if (whole) add_squares(std::true_type{});
+  else add_squares(std::false_type{});
   squares = warp_sum(squares);
   if (kRefine && count && op.norm == ADALN_LAYER_NORM) {
     const float error = warp_sum(left_over) / count;
@@ -139,15 +170,17 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     op.rstd[row] = rstd;
   }
 
-  const void* scale = at(row_of(op.scale, place), P{}, op.scale.dtype, first);
-  const void* shift = at(row_of(op.shift, place), P{}, op.shift.dtype, first);
-  void* y = at(row_of(op.y, place), row_type<P, T>{}, op.y.dtype, first);
+  const Place again = place_again();
+  const void* scale = at(row_of(op.scale, again), P{}, op.scale.dtype, first);
+  const void* shift = at(row_of(op.shift, again), P{}, op.shift.dtype, first);
+  void* y = at(row_of(op.y, again), row_type<P, T>{}, op.y.dtype, first);
+  const auto write = [&](auto all) {
 #pragma unroll
-  for (int k = 0; k < K; ++k) {
-    if (first + k * kStep < D) {
+    for (int k = 0; k < K; ++k) {
+      if (!decltype(all)::value && first + k * kStep >= D) break;
       float f[W], scales[W], shifts[W];
       keep_packed(held[k]);
-      T::unpack(held[k], f);
+      Row::unpack(held[k], f);
 #pragma unroll
       for (int i = 0; i < W; ++i) {
         f[i] = (f[i] - mean) * rstd;
@@ -172,7 +205,12 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
       for (int i = 0; i < W; ++i) f[i] = fmaf(f[i], 1.f + scales[i], shifts[i]);
       store_parameter<row_type<P, T>, W>(y, op.y.dtype, k * kStep, f);
     }
-  }
+  };
+#if __CUDA_ARCH__ == 900
+  // Without conditions, loads of modulation need not wait for the stores before them. (Other architectures spill.)
+  if (whole) return write(std::true_type{});
+#endif
+  write(std::false_type{});
 }
 
 // Any types, any alignment, any D: a block a row, an element a thread and step, three passes over the row (the later
@@ -237,19 +275,27 @@ __global__ void __launch_bounds__(256) forward_any(const __grid_constant__ Adaln
 
 template <class T, class P, bool kBranch>
 cudaError_t launch(const AdalnForward& op, const Geometry& geometry, cudaStream_t stream) {
-  constexpr bool kFewer = kBranch || std::is_same_v<T, F32>;  // vectors: more to hold, or to compute with
-  RowPlan plan = plan_rows(geometry, T::kWidth, kFewer ? kForwardFewerVectors : kForwardVectors, kForwardThreads);
+  RowPlan plan = plan_rows(geometry, 4, forward_fours(T::kBytes, kBranch), kForwardThreads);
   const int run_bits = plan_run_bits(geometry);
   const int teams = plan.threads / kWarp / plan.team_warps;
   const int64_t turns = ((geometry.rows + (1 << run_bits) - 1) >> run_bits) << run_bits;
   plan.blocks = static_cast<unsigned>((turns + teams - 1) / teams);
+  const Prefetch early = plan_prefetch(plan, kBranch);
+  const int shared_bytes = plan.team_warps > 1 ? plan.threads / kWarp * static_cast<int>(sizeof(float2)) : 0;
   const auto start = [&](auto kernel) {
-    return launch_early(kernel, plan.blocks, plan.threads, 0, stream, op, geometry, plan.team_warps, run_bits);
+    return launch_early(kernel, plan.blocks, plan.threads, shared_bytes, stream, op, geometry, plan.team_warps, run_bits,
+                        early);
   };
-  if (plan.vectors == 2) return start(forward_rows<T, P, 2, kBranch>);
-  if (plan.vectors == 4) return start(forward_rows<T, P, 4, kBranch>);
-  if constexpr (!kFewer) return start(forward_rows<T, P, 6, false>);
-  return cudaErrorInvalidValue;
+  if constexpr (T::kBytes == 4) {
+    if (plan.vectors == 2) return start(forward_rows<T, P, 2, kBranch>);
+    return start(forward_rows<T, P, 4, kBranch>);
+  } else {
+    if (plan.vectors == 4) return start(forward_rows<T, P, 4, kBranch>);
+    if constexpr (!kBranch) {
+      if (plan.vectors == 12) return start(forward_rows<T, P, 12, kBranch>);
+    }
+    return start(forward_rows<T, P, 8, kBranch>);
+  }
 }
 
 template <class T, class P>
@@ -281,7 +327,7 @@ cudaError_t forward(const AdalnForward& op, cudaStream_t stream) {
   const AdalnDtype dtype = op.x.dtype;
   const int width = 16 / element_bytes(dtype);
   const bool typed = geometry.features % width == 0 &&
-                     plan_rows(geometry, width, kForwardFewerVectors, kForwardThreads).vectors > 0 &&
+                     plan_rows(geometry, 4, forward_fours(element_bytes(dtype), op.branch.data), kForwardThreads).vectors > 0 &&
                      (!op.branch.data || op.residual_out.dtype == dtype) &&
                      all_aligned(width, {op.x, op.branch, op.residual_out, op.y}, {op.shift, op.scale, op.gate},
                                  {op.weight, op.bias});

@@ -71,15 +71,18 @@ inline bool all_aligned(int width, std::initializer_list<AdalnRows> rows,
 // ---- a team of warps a row -------------------------------------------------------------------------------------
 
 struct RowPlan {
-  int vectors;     // 16-byte vectors of a row in each lane
+  int vectors;     // of a row in each lane
   int team_warps;  // warps that share a row
   unsigned blocks, threads;
 };
 
-// Vectors a lane that the kernels are built for, and threads of a block at most: more vectors put more bytes in flight
-// a warp and leave fewer warps to join; 1,024 threads leave 64 registers each, 512 leave 128.
-constexpr std::initializer_list<int> kForwardVectors = {2, 4, 6};
-constexpr std::initializer_list<int> kForwardFewerVectors = {2, 4};
+// Vectors a lane that the kernels are built for (fours of elements in the forward), and threads of a block at most:
+// more vectors put more bytes in flight a warp and leave fewer warps to join; 1,024 threads leave 64 registers each, 512
+// leave 128.
+inline std::initializer_list<int> forward_fours(int element_bytes, bool branch) {
+  static constexpr std::initializer_list<int> kFew = {2, 4}, kSome = {4, 8}, kMany = {4, 8, 12};
+  return element_bytes == 4 ? kFew : branch ? kSome : kMany;
+}
 constexpr std::initializer_list<int> kBackwardVectors = {2, 4};
 constexpr std::initializer_list<int> kBackwardBranchVectors = {2};
 constexpr int kForwardThreads = 1024, kBackwardThreads = 512;
@@ -107,12 +110,26 @@ inline RowPlan plan_rows(const Geometry& geometry, int width, std::initializer_l
   return plan;
 }
 
-// The forward walks four runs of rows side by side (log2 here). When every SM comes to a new group at the same time,
-// all wait for the same few lines of modulation; with several runs, three quarters of the warps go on meanwhile
-// (21 groups, D = 3072: from 0.72 to 0.79 of the copy rate, with a branch from 0.73 to 0.87). With one group, or one a
-// token, there is nothing to win.
+// The forward walks eight runs of rows side by side (log2 here). When every SM comes to a new group at the same time,
+// all wait for the same few lines of modulation; with several runs, most warps go on meanwhile. With one group, or one
+// a token, there is nothing to win.
+constexpr int kRunBits = 3;
 inline int plan_run_bits(const Geometry& geometry) {
-  return geometry.group_count() <= 1 || geometry.groups_per_sample >= geometry.tokens ? 0 : 2;
+  return geometry.group_count() <= 1 || geometry.groups_per_sample >= geometry.tokens ? 0 : kRunBits;
+}
+
+// Rows whose way from memory to L2 starts early: those of the first wave of blocks before the previous kernel has
+// ended, and from each block the row that is `ahead` turns further on. Half a wave ahead keeps memory busy while blocks
+// come and go; two waves are more than L2 holds beside the rows just written, and cost a third of the speed.
+struct Prefetch {
+  int first_blocks, ahead;
+};
+constexpr int kAheadPercent = 50, kAheadBranchPercent = 35;  // of a wave
+constexpr int kResidentThreads = 1024;                      // of a multiprocessor, at 64 registers
+inline Prefetch plan_prefetch(const RowPlan& plan, bool branch) {
+  const int blocks = current_device().multiprocessors * (kResidentThreads / static_cast<int>(plan.threads));
+  const int teams = plan.threads / kWarp / plan.team_warps;
+  return {blocks, blocks * teams * (branch ? kAheadBranchPercent : kAheadPercent) / 100};
 }
 
 // The kernels for any type: a block a row, no wider than the row, striding over the rows if there are too many.

@@ -74,6 +74,7 @@ SCENARIOS = (
     *(Scenario("adaln", rows, features) for rows in (65536, 32768, 8192) for features in FEATURES),
     *(Scenario("residual_adaln", 65536, features) for features in FEATURES),
     *(Scenario("adaln", 2 * 21 * 1560, features, 21, "frame") for features in FEATURES),
+    Scenario("residual_adaln", 2 * 21 * 1560, 3072, 21, "frame"),
     *(Scenario("adaln", 65536, features, 32768, "token") for features in FEATURES),
 )
 

@@ -128,27 +128,8 @@ def _gated_residual_fake(x, branch, gate, cu, first, axis, size, offset):
     return x.new_empty(x.shape)
 
 
-def _backward_fake(
-    dy,
-    dresidual_out,
-    x,
-    branch,
-    shift,
-    scale,
-    gate,
-    weight,
-    bias,
-    stats,
-    cu,
-    first,
-    axis,
-    size,
-    offset,
-    rms,
-    dtile,
-    wanted,
-):
-    inputs = (x, branch, shift, scale, gate, weight, bias)
+def _backward_fake(dy, dresidual_out, *rest):
+    inputs, wanted = rest[: len(INPUTS)], rest[-1]
     return [t.new_empty(t.shape) for t, want in zip(inputs, wanted, strict=True) if want]
 
 
