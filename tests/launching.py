@@ -211,7 +211,7 @@ def launch(
         **(environment or {}),
     }
     command = [
-        str(scripts / "deepspeed"),
+        *(sys.executable, "-m", "deepspeed.launcher.runner"),
         *("--num_accelerators", str(ranks), "--master_port", str(port)),
         *("--enable_each_rank_log", str(folder / "ranks")),
         *launcher_arguments,

@@ -82,6 +82,7 @@ def start(local_rank: int) -> None:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
+    torch.backends.cudnn.allow_tf32 = False  # the patch embedding is a convolution
     get_accelerator().set_device(local_rank)
     deepspeed.init_distributed(get_accelerator().communication_backend_name())
 
