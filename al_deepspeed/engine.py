@@ -7,6 +7,7 @@ call, count and hand on; what they return is DeepSpeed's.
 """
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -82,6 +83,12 @@ def initialize(
         raw = _given_config(args, config, config_params)
         settings = read_config(raw)
         inputs = _open_inputs(settings, dataset, training_data)
+        if inputs is not None and isinstance(model, deepspeed.pipe.PipelineModule):
+            raise ConfigError(
+                f"model is a {type(model).__name__}, which takes batches and steps by itself in "
+                f"train_batch(), where loss weights have no place; allowed with {BATCHING_KEY}: a module "
+                "that is trained by forward, backward and step."
+            )
         patched = _patch(settings.fused_adaln, model)
         if shape_of is not None and (inputs is None or inputs.corpus is not None):
             raise ConfigError("shape_of was given, but the data are no stream; allowed without a manifest.")
@@ -130,8 +137,7 @@ def _patch(section: FusedAdaLN, model: torch.nn.Module | None) -> "Report | None
 def _announce(engine: Any, patched: "Report", section: FusedAdaLN) -> None:
     """Says what was rewritten, and has it checked."""
     if engine.global_rank == 0:
-        for line in patched.lines():
-            logger.info(line)
+        print("\n".join(patched.lines()), file=sys.stderr, flush=True)
     if patched.count and section.verify == "first_step":
         from al_deepspeed.contract import FirstStep
 

@@ -29,7 +29,7 @@ def rows_of(micro_steps: list[dict], key: str = "ids") -> list[int]:
     return sorted(chain.from_iterable(one[key] for one in micro_steps if not one["filler"]))
 
 
-@pytest.mark.parametrize("how", ["mpu", "mesh", "ulysses"])
+@pytest.mark.parametrize("how", ["mpu", "mesh", "ulysses", "autotp"])
 def test_two_models_of_two_ranks_get_two_batches(ranks, how):
     first, again, second, again_too = (rank[how] for rank in ranks)
     assert first == again and second == again_too  # ranks of one model
@@ -67,6 +67,12 @@ def test_a_stream_for_ranks_of_one_model_is_refused(ranks):
     refusals = [rank["stream of models"] for rank in ranks]
     assert refusals == [refusals[0]] * 4 and refusals[0][0] == "ConfigError"
     assert "4 ranks form 2 data-parallel ones" in refusals[0][1]
+
+
+def test_a_pipeline_that_steps_by_itself_is_refused(ranks):
+    refusals = [rank["pipeline"] for rank in ranks]
+    assert refusals == [refusals[0]] * 4 and refusals[0][0] == "ConfigError"
+    assert "model is a PipelineModule, which takes batches and steps by itself" in refusals[0][1]
 
 
 def test_plans_that_differ_are_refused_before_the_first_step(ranks):

@@ -153,4 +153,19 @@ sampler = loader._sampler
 if rank == 2:
     sampler.cost, sampler._plan = replace(sampler.cost, exponent=1.5), None
 seen["plans differ"] = refusal(lambda: train(other, loader))
+
+# Tensor parallelism by DeepSpeed, which cuts the layers up; and its pipelines, which step by themselves.
+layers = [
+    {"patterns": [".*first\\.weight$", ".*text\\.weight$"], "partition_type": "column"},
+    {"patterns": [".*last\\.weight$"], "partition_type": "row"},
+]
+partition = {"use_default_specs": False, "layer_specs": layers}
+config = ds_config(manifest, 1, tensor_parallel={"autotp_size": 2, "partition_config": partition})
+engine, loader = start(config, dataset=NumberDataset())
+assert engine.module.first.weight.shape[0] == 4
+seen["autotp"] = train(engine, loader)
+pipeline = deepspeed.pipe.PipelineModule(layers=[torch.nn.Linear(4, 4)] * 2, num_stages=2)
+seen["pipeline"] = refusal(
+    lambda: al_deepspeed.initialize(model=pipeline, config=ds_config(manifest, 1), dataset=NumberDataset())
+)
 (out / f"rank{rank}.json").write_text(json.dumps(seen))
