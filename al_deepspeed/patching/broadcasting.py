@@ -77,7 +77,7 @@ def _aligned(modulation: Tensor, dims: int) -> Tensor:
 def _layout(x_shape, sizes: list[int]) -> tuple[str | None, list[int], tuple[int, ...]]:
     """(layout, the sizes to expand to, the shape that the op takes) for modulations that vary along `sizes`."""
     axes, features = list(x_shape[:-1]), x_shape[-1]
-    last = max((axis for axis, size in enumerate(sizes) if size > 1), default=0)
+    last = max([0, *[axis for axis, size in enumerate(sizes) if size > 1]])
     if len(axes) == 2 and last == 1 and sizes[0] == 1 < axes[0]:
         return "sbd", sizes, (axes[1], features)
     leading = axes[: last + 1]

@@ -104,13 +104,8 @@ class Norms:
 
     def attribute_is_rms(self, owner: Class, name: str) -> bool:
         """Whether all that the attribute can hold are RMS norms."""
-        values = [
-            part
-            for _, value in self.assigned(owner, name)
-            for part in ((value.body, value.orelse) if isinstance(value, cst.IfExp) else (value,))
-            if isinstance(part, cst.Call)
-        ]
-        names = [(get_full_name_for_node(value.func) or "").rpartition(".")[2] for value in values]
+        made = [part for function, value in self.assigned(owner, name) for part in _built(function, value)]
+        names = [(get_full_name_for_node(call.func) or "").rpartition(".")[2] for call in made]
         names = [name for name in names if name not in STAND_INS]
         return bool(names) and all("RMS" in name for name in names)
 
@@ -189,6 +184,18 @@ class Norms:
         else:
             return False
         return bool(values) and all(self._builds_norm(function, value) is True for value in values)
+
+
+def _built(function: Function, node: cst.BaseExpression) -> list[cst.Call]:
+    """The constructor calls that an expression can come to, through choices and factories."""
+    if isinstance(node, cst.IfExp):
+        return [*_built(function, node.body), *_built(function, node.orelse)]
+    if not isinstance(node, cst.Call):
+        return []
+    factory = function.module.find_function(node.func)
+    if factory is None or factory.node is function.node:
+        return [node]
+    return [call for value in _returns(factory.node) for call in _built(factory, value)]
 
 
 def _last_name(node: cst.CSTNode, test) -> bool:

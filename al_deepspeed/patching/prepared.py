@@ -8,7 +8,7 @@ module. Norms that somebody else works on (hooks, another forward) are left alon
 from __future__ import annotations
 
 import weakref
-from types import MethodType
+from functools import partial
 
 import torch
 from torch import nn
@@ -34,8 +34,7 @@ def is_free(norm) -> bool:
         return True
     if len(left_alone) and norm in left_alone:
         return False
-    forward = norm.__dict__.get("forward")
-    if forward is not None and getattr(forward, "__func__", None) is not _forward:
+    if "forward" in norm.__dict__ and not is_prepared(norm):
         return False
     for hooks in (
         norm._forward_hooks,
@@ -50,7 +49,8 @@ def is_free(norm) -> bool:
 
 
 def is_prepared(norm: nn.Module) -> bool:
-    return getattr(norm.__dict__.get("forward"), "__func__", None) is _forward
+    forward = norm.__dict__.get("forward")
+    return isinstance(forward, partial) and forward.func is _forward
 
 
 def prepare(norm: nn.Module) -> bool:
@@ -68,7 +68,7 @@ def prepare(norm: nn.Module) -> bool:
     if torch.compiler.is_compiling():
         return False
     if any(parameter is not None for parameter in norm._parameters.values()):
-        norm.forward = MethodType(_forward, norm)
+        norm.forward = partial(_forward, norm)  # unlike a bound method of ours, this can be pickled and copied
     return True
 
 
