@@ -170,9 +170,8 @@ __device__ __forceinline__ void store_some(void* data, AdalnDtype dtype, int64_t
   if (dtype == ADALN_F32) {
     float4* p = reinterpret_cast<float4*>(static_cast<float*>(data) + i);
 #pragma unroll
-    for (int k = 0; k < W / 4; ++k)
-      store_stream(p + k, F32::pack({f[4 * k], f[4 * k + 1], f[4 * k + 2], f[4 * k + 3]}));
-    return;
+    for (int k = 0; k < W / 4; ++k) p[k] = make_float4(f[4 * k], f[4 * k + 1], f[4 * k + 2], f[4 * k + 3]);
+    return;  // not store_stream(): where W == 8 only L1 joins the two halves of each 32 bytes
   }
   uint32_t word[W / 2];
 #pragma unroll

@@ -280,7 +280,7 @@ cudaError_t launch(const AdalnForward& op, const Geometry& geometry, cudaStream_
   const int teams = plan.threads / kWarp / plan.team_warps;
   const int64_t turns = ((geometry.rows + (1 << run_bits) - 1) >> run_bits) << run_bits;
   plan.blocks = static_cast<unsigned>((turns + teams - 1) / teams);
-  const Prefetch early = plan_prefetch(plan, kBranch);
+  const Prefetch early = plan_prefetch(plan, kBranch, run_bits);
   const int shared_bytes = plan.team_warps > 1 ? plan.threads / kWarp * static_cast<int>(sizeof(float2)) : 0;
   const auto start = [&](auto kernel) {
     return launch_early(kernel, plan.blocks, plan.threads, shared_bytes, stream, op, geometry, plan.team_warps, run_bits,
