@@ -5,6 +5,7 @@ comes by: as it enters `engine.step` for the first time, before anything is upda
 first `train_batch` ends). Then the checker is taken away, and rewritten code runs without the originals.
 """
 
+import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -65,6 +66,6 @@ class FirstStep:
 
     def _say(self, checked: set[str]) -> None:
         sites = {f"{site.file}:{site.line}" for sites in self._report.sites.values() for site in sites}
-        logger.info(f"fused AdaLN equals the original code at {len(sites & checked)} sites")
+        print(f"fused AdaLN equals the original code at {len(sites & checked)} sites", file=sys.stderr)
         if unseen := sorted(sites - checked):
             logger.warning(f"fused AdaLN not compared, the first step did not run it: {', '.join(unseen)}")

@@ -57,6 +57,15 @@ def test_without_our_sections_nothing_is_on():
     assert not settings.fused_adaln.enabled
 
 
+@pytest.mark.parametrize("patch", ["auto", "off", ["diffusers.wan", "wan2.1"]])
+def test_where_the_fused_op_is_patched_in(patch):
+    section = read_config({"fused_adaln": {"enabled": True, "patch": patch, "verify": "off"}}).fused_adaln
+    assert section.patch == (tuple(patch) if isinstance(patch, list) else patch)
+    assert section.verify == "off"
+    default = read_config({"fused_adaln": {"enabled": True}}).fused_adaln
+    assert (default.patch, default.verify) == ("auto", "first_step")
+
+
 def test_a_section_that_is_off_may_be_incomplete_but_not_misspelt():
     assert read_config(ds_config({"enabled": False, "manifest": ...})).batching is None
     with pytest.raises(ConfigError, match="unknown key"):
@@ -120,6 +129,16 @@ FAULTS = {
     ),
     "workers": (ds_config(sampling={"num_workers": -1}), ["data_sampling.num_workers is -1", "at least 0"]),
     "backend": (ds_config(fused_adaln={"backend": "triton"}), ["fused_adaln.backend is 'triton'", "'auto'"]),
+    "patch": (
+        ds_config(fused_adaln={"patch": "on"}),
+        ["fused_adaln.patch is 'on'", "'auto', 'off'", "al-deepspeed patch list"],
+    ),
+    "patch empty": (ds_config(fused_adaln={"patch": []}), ["fused_adaln.patch is []", "'auto', 'off'"]),
+    "patch numbers": (ds_config(fused_adaln={"patch": [1]}), ["fused_adaln.patch is [1]"]),
+    "verify": (
+        ds_config(fused_adaln={"verify": True}),
+        ["fused_adaln.verify is True", "'first_step', 'off'"],
+    ),
     "curriculum without metrics": (ds_config(curriculum={"enabled": True}), ["curriculum_metrics", "seqlen"]),
     "curriculum schedule": (
         ds_config(

@@ -3,12 +3,14 @@
 import copy
 import importlib
 import inspect
+import json
 import pickle
 import sys
 import traceback
 
 import pytest
 import torch
+from launching import LAUNCHED, launch
 
 from al_deepspeed.errors import PatchError
 from al_deepspeed.patching import in_memory, runtime
@@ -358,3 +360,78 @@ def test_observed_code_is_checked_and_then_runs_without_originals(codebase):
     checker._seen.clear()
     assert_equal(values(model, inputs), expected)
     assert checker.checked == set()
+
+
+@pytest.fixture(params=[True, False], ids=["norm2", "no-norm2"])
+def wan(request):
+    diffusers = pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    model = diffusers.WanTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=4,
+        out_channels=4,
+        text_dim=12,
+        freq_dim=16,
+        ffn_dim=48,
+        num_layers=2,
+        cross_attn_norm=request.param,
+    )
+    for parameter in model.parameters():  # as created, gates and shifts are too small to show a mistake
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model.train()
+
+
+def wan_values(model, timestep) -> dict:
+    draws = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 4, 3, 8, 8, generator=draws).requires_grad_()
+    model.zero_grad()
+    y = model(x, timestep, torch.randn(2, 7, 12, generator=draws), return_dict=False)[0]
+    y.square().mean().backward()
+    gradients = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    return {"y": y.detach(), "x": x.grad} | gradients
+
+
+def test_diffusers_wan_equals_itself_and_goes_back(wan):
+    steps = {"sample": torch.tensor([3.0, 700.0]), "token": torch.linspace(0, 999, 96).view(2, 48)}
+    expected = {name: wan_values(wan, step) for name, step in steps.items()}
+    assert in_memory.patch_model(wan, ["diffusers.wan"], observe=True).count == 5
+    checker = Checker()
+    runtime.set_checker(checker)
+    for checkpointing in (False, True):
+        if checkpointing:
+            in_memory.stop_observing()
+            wan.enable_gradient_checkpointing()
+        for name, step in steps.items():
+            found = wan_values(wan, step)
+            assert found.keys() == expected[name].keys()
+            for key, value in expected[name].items():
+                assert (found[key] - value).norm() <= 1e-5 * value.norm(), (checkpointing, name, key)
+    assert len(checker.checked) == 5 and checker.differences == []
+    in_memory.unpatch()
+    for name, step in steps.items():
+        found = wan_values(wan, step)
+        assert all(torch.equal(found[key], value) for key, value in expected[name].items())
+
+
+def test_recipes_name_classes_to_patch_before_there_is_a_model():
+    pytest.importorskip("diffusers")
+    report = in_memory.patch_classes("diffusers.wan")
+    assert {name.rpartition(".")[2]: len(sites) for name, sites in report.sites.items()} == {
+        "WanTransformerBlock": 4,
+        "WanTransformer3DModel": 1,
+    }
+
+
+def test_the_engine_patches_at_zero_3_and_a_wrong_rank_stops_all(tmp_path):
+    with launch(LAUNCHED / "patched.py", str(tmp_path), folder=tmp_path, time_limit_s=240) as run:
+        run.wait()
+        log = run.rank_log(0)
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    assert "fused AdaLN at 5 sites" in log and "equals the original code at 5 sites" in log
+    for seen in ranks:
+        assert seen["functions"] == 2  # forward of the block and of the model
+        assert seen["patched"] == pytest.approx(seen["off"], rel=1e-5)
+        assert seen["off"][0] - seen["off"][2] > 1e-3  # it learns, so gradients are in the losses
+        assert "rank 1: the fused op differs" in seen["refused"]
+        assert "transformer_wan.py:" in seen["refused"] and "gradient of gate differs by" in seen["refused"]

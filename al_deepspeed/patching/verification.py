@@ -9,6 +9,8 @@ Differences are collected, not raised: an error on one rank alone would hang the
 the end of the first step.
 """
 
+import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -48,11 +50,13 @@ class Checker:
     @torch.compiler.disable
     def __call__(self, site: str, original: Callable, fused: Callable, operands: Operands):
         """What the runtime calls in place of `fused(*operands)`; returns the same."""
-        kind = (site, *map(_kind, operands))
+        partitioned = any(map(_is_partitioned, operands))
+        kind = (site, *(() if partitioned else map(_kind, operands)))  # ranks gather a site's norm together
         if kind not in self._seen and not torch.is_inference_mode_enabled():
             self._seen.add(kind)
             self.checked.add(site)
-            self.differences += compare(site, original, fused, operands)
+            whole = [_gathered(one) if _is_partitioned(one) else one for one in operands]
+            self.differences += compare(site, original, fused, whole)
         return fused(*operands)
 
 
@@ -132,10 +136,7 @@ def _results(
 
 
 def _parameters(outputs: Sequence[Tensor], leaves: Operands) -> list[Tensor]:
-    """What else the outputs were computed from: the weight and bias of an affine norm.
-
-    Not under ZeRO-3, where a parameter is whole in its own module's forward and backward alone.
-    """
+    """What else the outputs were computed from: the weight and bias of an affine norm."""
     nodes, seen, found = [one.grad_fn for one in outputs], set(), []
     for node in nodes:
         if node is None or node in seen:
@@ -143,7 +144,7 @@ def _parameters(outputs: Sequence[Tensor], leaves: Operands) -> list[Tensor]:
         seen.add(node)
         nodes += [below for below, _ in node.next_functions]
         leaf = getattr(node, "variable", None)
-        if leaf is not None and not hasattr(leaf, "ds_id") and all(leaf is not one for one in leaves):
+        if leaf is not None and all(leaf is not one for one in leaves):
             found.append(leaf)
     return found
 
@@ -182,9 +183,33 @@ def _apart_from_training(operands: Operands) -> Iterator[None]:
         yield
 
 
+def _is_partitioned(operand: Any) -> bool:
+    """Whether ZeRO-3 holds the parameters of this norm."""
+    return isinstance(operand, torch.nn.Module) and any(
+        hasattr(one, "ds_id") for one in operand.parameters(recurse=False)
+    )
+
+
+def _gathered(norm: torch.nn.Module) -> torch.nn.Module:
+    """A copy with whole parameters and no hooks: the comparison then talks to no other rank. Collective."""
+    from deepspeed import zero
+
+    twin = copy.copy(norm)
+    for name, value in vars(norm).items():
+        if name.endswith("_hooks") and isinstance(value, dict):
+            setattr(twin, name, OrderedDict())
+    vars(twin).pop("forward", None)
+    with zero.GatheredParameters(list(norm.parameters(recurse=False))):
+        vars(twin)["_parameters"] = {
+            name: None if one is None else torch.nn.Parameter(one.detach().clone(), one.requires_grad)
+            for name, one in norm._parameters.items()
+        }
+    return twin
+
+
 def _leaf(operand: Tensor) -> Tensor:
-    copy = operand.detach().clone()
-    return copy.requires_grad_() if copy.is_floating_point() else copy
+    leaf = operand.detach().clone()
+    return leaf.requires_grad_() if leaf.is_floating_point() else leaf
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -1,13 +1,11 @@
 """A run's model, as its options and its ds_config say: the trainer and its calibration make the same one."""
 
 import argparse
-import sys
 
 import torch
 from diffusers import WanTransformer3DModel
 
 from al_deepspeed.config import read_config
-from al_deepspeed.ops.wan import use_fused_adaln
 from al_deepspeed.training import wan
 
 
@@ -20,14 +18,9 @@ def source(arguments: argparse.Namespace, *, channels: int, text_dim: int) -> wa
 
 
 def make(weights: wan.Source, arguments: argparse.Namespace, ds_config: dict) -> WanTransformer3DModel:
-    """The model in training mode, checkpointed and with fused AdaLN where asked for. Collective at ZeRO-3."""
-    settings = read_config(ds_config)
-    torch.manual_seed(settings.seed)
+    """The model in training mode, checkpointed where asked for. Collective at ZeRO-3."""
+    torch.manual_seed(read_config(ds_config).seed)
     model = wan.build(weights, ds_config).train()
     if arguments.gradient_checkpointing:
         model.enable_gradient_checkpointing()
-    if settings.fused_adaln.enabled:
-        sites = use_fused_adaln(model)
-        if wan.rank() == 0:
-            print(f"fused AdaLN at {sites} sites", file=sys.stderr)
     return model
