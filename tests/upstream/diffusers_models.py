@@ -184,4 +184,4 @@ def norms() -> None:
 assert attention.JointTransformerBlock is not twins[attention.__name__].JointTransformerBlock
 for run in (wan, flux, sd3, hunyuan_video, norms):
     run()
-print(json.dumps({"errors": errors, "reached": sorted(twins.reached)}))
+print(json.dumps([{"errors": errors, "reached": sorted(twins.reached)}]))

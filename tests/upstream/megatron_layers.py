@@ -1,6 +1,6 @@
-"""Layers of a Megatron-Bridge release on megatron-core, patched beside unpatched: prints one JSON object.
+"""Layers of Megatron-Bridge releases on megatron-core, patched beside unpatched: prints one JSON object.
 
-    python megatron_layers.py CORE_ROOT BRIDGE_ROOT PART...    PART: norms, wan_layer
+    python megatron_layers.py CORE_ROOT BRIDGE_ROOT=PART,...    of each release; PART: norms, wan_layer
 
 No Transformer Engine: linear layers are megatron-core's own, attention is torch's (megatron-core's wants a
 GPU). Bridge's packages are entered without their __init__, which want all of its dependencies. jit_fuser
@@ -16,18 +16,10 @@ import warnings
 from pathlib import Path
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
-CORE, BRIDGE, PARTS = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
-sys.path[:0] = [str(CORE), str(BRIDGE)]
+CORE = Path(sys.argv[1])
+RELEASES = {Path(root): parts.split(",") for root, parts in (given.split("=") for given in sys.argv[2:])}
+sys.path.insert(0, str(CORE))
 warnings.simplefilter("ignore")
-for name in (
-    "",
-    ".diffusion",
-    ".diffusion.models",
-    *(f".diffusion.models.{m}" for m in ("wan", "flux", "common")),
-):
-    package = types.ModuleType(f"megatron.bridge{name}")
-    package.__path__ = [str(BRIDGE.joinpath(*package.__name__.split(".")))]
-    sys.modules[package.__name__] = package
 
 import torch  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
@@ -45,8 +37,23 @@ WAN_LAYER, WAN_MODEL, FLUX_LAYER = (
     MODELS + file for file in ("wan/wan_layer_spec.py", "wan/wan_model.py", "flux/flux_layer_spec.py")
 )
 TOKENS, SAMPLES, FEATURES = 6, 2, 16
-twins = Twins(BRIDGE, [WAN_LAYER, WAN_MODEL, FLUX_LAYER])
-errors: dict[str, float] = {}
+FILES = [WAN_LAYER, WAN_MODEL, FLUX_LAYER]
+PACKAGES = (
+    "",
+    ".diffusion",
+    ".diffusion.models",
+    *(f".diffusion.models.{m}" for m in ("wan", "flux", "common")),
+)
+
+
+def enter(bridge: Path) -> None:
+    """The release's modules are those that imports find from here on."""
+    for name in [name for name in sys.modules if name.startswith("megatron.bridge")]:
+        del sys.modules[name]
+    for name in PACKAGES:
+        package = types.ModuleType(f"megatron.bridge{name}")
+        package.__path__ = [str(bridge.joinpath(*package.__name__.split(".")))]
+        sys.modules[package.__name__] = package
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -160,6 +167,11 @@ def wan_layer() -> None:
 
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 parallel_state.initialize_model_parallel()
-for part in PARTS:
-    {"norms": norms, "wan_layer": wan_layer}[part]()
-print(json.dumps({"errors": errors, "reached": sorted(twins.reached)}))
+printed = []
+for bridge, parts in RELEASES.items():
+    enter(bridge)
+    twins, errors = Twins(bridge, FILES), {}
+    for part in parts:
+        {"norms": norms, "wan_layer": wan_layer}[part]()
+    printed.append({"errors": errors, "reached": sorted(twins.reached)})
+print(json.dumps(printed))

@@ -18,7 +18,7 @@ from al_deepspeed.patching import runtime
 from al_deepspeed.patching.rewriter import rewrite
 from al_deepspeed.patching.tree import resolver
 
-CALLS = ("adaln", "residual_adaln", "gated_residual")
+CALLS = {name: getattr(runtime, name) for name in ("adaln", "residual_adaln", "gated_residual")}
 SMALL = (
     0.01  # of the largest: a gradient that is nothing but rounding (of a key's bias) has no size of its own
 )
@@ -34,8 +34,8 @@ class Twins:
     def __init__(self, root: Path, files: list[str], *, observe: bool = True) -> None:
         self.reached: set[str] = set()
         self._modules: dict[str, types.ModuleType] = {}
-        for name in CALLS:
-            setattr(runtime, name, self._noting(getattr(runtime, name), name))
+        for name, call in CALLS.items():
+            setattr(runtime, name, self._noting(call, name))
         originals = {name: importlib.import_module(name) for name in map(module_name, files)}
         try:
             for file in files:
