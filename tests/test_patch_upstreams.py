@@ -21,6 +21,7 @@ from upstream.twins import difference
 from upstream_sites import counted
 from upstreams import unpacked
 
+from al_deepspeed.patching import on_disk
 from al_deepspeed.patching.rewriter import rewrite
 from al_deepspeed.patching.tree import resolver
 
@@ -193,3 +194,20 @@ def test_found_sites_are_those_counted_by_hand(cache, package, version, file):
     if (package, version) in NEWEST:
         again = rewrite(result.source, file=file, resolve=resolve)
         assert (again.sites, again.source) == ((), result.source)
+
+
+@pytest.mark.parametrize(("package", "version"), [("diffusers", "0.35.2"), ("megatron-bridge", "0.4.0")])
+def test_revert_restores_every_byte(cache, package, version, tmp_path):
+    root = unpacked(cache, package, version)
+    # Of diffusers one file: what each file becomes is tested above.
+    files = [file for file in counted(package)[version] if package != "diffusers" or "_flux" in file]
+    before = {file: (root / file).read_bytes() for file in files}
+    for file, data in before.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_bytes(data)
+    applied = on_disk.apply(tmp_path)
+    assert {file.name for file in applied.examined.to_patch} == set(files)
+    assert all((tmp_path / file).read_bytes() != data for file, data in before.items())
+    on_disk.revert(tmp_path)
+    after = {path.relative_to(tmp_path).as_posix(): path.read_bytes() for path in tmp_path.rglob("*.py")}
+    assert after == before
