@@ -78,6 +78,15 @@ def test_looking_changes_nothing(tree):
     assert [(site.line, site.kind) for site in found.files[0].sites] == [(SITE_LINE, "adaln")]
 
 
+def test_many_files_are_shared_between_processes(tree):
+    for number in range(on_disk.MANY):
+        (tree / f"plain{number}.py").write_text(PLAIN if number else "def f(:\n")
+    found = on_disk.examine(tree)
+    assert [file.name for file in found.to_patch] == ["a.py", "deep/b.py"]
+    assert [note.file for note in found.unreadable] == ["plain0.py"]
+    assert found.looked_at == on_disk.MANY + 4
+
+
 def test_a_second_apply_changes_nothing(tree):
     on_disk.apply(tree)
     once = contents(tree)

@@ -145,6 +145,7 @@ def _verify(path: Path, target: "Target") -> Answer:
 
     probed = verify(path, target.select)
     lines = [f"{note.file}: {note.reason}" for note in probed.failed]
+    lines += [f"{file}: patched already; revert it to compare its sites" for file in probed.patched]
     for probe in probed.probes:
         norm = f" ({probe.norm})" if probe.norm else ""
         lines.append(
@@ -158,6 +159,7 @@ def _verify(path: Path, target: "Target") -> Answer:
     result = {
         "sites": [asdict(probe) for probe in probed.probes],
         "not_imported": [asdict(note) for note in probed.failed],
+        "patched": list(probed.patched),
         "differ": len(wrong),
     }
     return Answer(result, "\n".join(lines), int(bool(wrong)))

@@ -13,7 +13,10 @@ import difflib
 import re
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from itertools import repeat
+from multiprocessing import get_context
 from pathlib import Path
 
 from al_deepspeed.errors import PatchError
@@ -25,6 +28,8 @@ from al_deepspeed.patching.tree import Note, Source, find, read, resolver
 
 Select = Callable[[str], bool]
 PATCHED = b"al_deepspeed.patching"  # what every patched file imports
+HINT = re.compile("norm|gate|modulat", re.IGNORECASE)  # no model with AdaLN is without these words
+MANY, SHARES = 64, 64  # from so many files on, processes share them
 _LINE = re.compile(rb"[^\n]*\n|[^\n]+")
 
 
@@ -91,18 +96,28 @@ def examine(path: Path, select: Select = everything) -> Examined:
     """
     tree = find(path)
     names = [name for name in tree.names if select(name)]
+    if len(names) < MANY:
+        found = _look_into(tree.folder, names)
+    else:
+        shares = [names[first::SHARES] for first in range(SHARES)]
+        with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+            found = [one for share in pool.map(_look_into, repeat(tree.folder), shares) for one in share]
+    found.sort(key=lambda one: one.file if isinstance(one, Note) else one.name)
+    files = tuple(one for one in found if isinstance(one, FileReport))
+    unreadable = tuple(one for one in found if isinstance(one, Note))
+    return Examined(tree.folder, files, unreadable, tree.skipped, len(names))
+
+
+def _look_into(folder: Path, names: list[str]) -> list["FileReport | Note"]:
+    """What there is to say about some files of a folder."""
     texts: dict[Path, str | None] = {}
-    files, unreadable = [], []
+    said = []
     for name in names:
-        source = read(tree.folder, name)
-        found = (
-            _look(source, resolver(source.path, tree.folder, texts)) if isinstance(source, Source) else source
-        )
-        if isinstance(found, Note):
-            unreadable.append(found)
-        elif found.sites or found.left or found.patched:
-            files.append(found)
-    return Examined(tree.folder, tuple(files), tuple(unreadable), tree.skipped, len(names))
+        source = read(folder, name)
+        one = source if isinstance(source, Note) else _look(source, resolver(source.path, folder, texts))
+        if isinstance(one, Note) or one.sites or one.left or one.patched:
+            said.append(one)
+    return said
 
 
 def interrupted(path: Path) -> Path | None:
@@ -200,6 +215,8 @@ def _look(source: Source, resolve: Callable[[str], str | None]) -> FileReport | 
     patched = PATCHED in source.data
     try:
         _parse(source.text)
+        if not HINT.search(source.text):
+            return FileReport(source.name, source.data, source.data, (), (), patched)
         rewritten = rewrite(source.text, file=source.name, resolve=resolve)
     except SyntaxError as error:
         return Note(source.name, f"line {error.lineno}: {error.msg}")

@@ -45,10 +45,11 @@ class Probe:
 
 @dataclass(frozen=True)
 class Probed:
-    """probes: sites that ran. failed: modules that could not be imported."""
+    """probes: sites that ran. failed: modules that were not imported. patched: files without originals."""
 
     probes: tuple[Probe, ...]
     failed: tuple[Note, ...]
+    patched: tuple[str, ...]
 
 
 def verify(path: Path, select: Select = everything) -> Probed:
@@ -71,7 +72,8 @@ def verify(path: Path, select: Select = everything) -> Probed:
         tree = ast.parse(text)
         for owner, call in _calls(tree):
             probes.append(_probe(module, tree, owner, call))
-    return Probed(tuple(probes), tuple(failed))
+    patched = tuple(file.name for file in examined.files if file.patched)
+    return Probed(tuple(probes), tuple(failed), patched)
 
 
 def _probe(module: ModuleType, tree: ast.Module, owner: ast.ClassDef | None, call: ast.Call) -> Probe:
