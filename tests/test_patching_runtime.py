@@ -207,6 +207,8 @@ def test_a_product_that_broadcasts_the_residual_is_computed_as_written():
     x, branch, gate = tensors((1, 5, 8), (2, 5, 8), (2, 1, 8))
     assert torch.equal(runtime.gated_residual(x, branch, gate), x + branch * gate)
     assert torch.equal(runtime.gated_residual(x, branch, 0.5), x + branch * 0.5)
+    assert runtime.gated_residual(2, 3, 4) == 14
+    assert torch.equal(runtime.gated_residual(0.5, branch, gate), 0.5 + branch * gate)
 
 
 HALF, FULL = torch.bfloat16, torch.float32

@@ -1,8 +1,9 @@
 """Operands that broadcast, as the fused ops take them.
 
-The original expression aligned shapes from the right; the ops name rows by sample and group. A modulation that
-is constant along all axes but a leading run of them has one row a sample, frame or token of [B, ..., D]; one
-that varies along the second of two axes alone has one row a sample of [S, B, D]. Everything else does not fit.
+The original expression aligned shapes from the right; the ops name rows by sample and group. A modulation
+that is constant along all axes but a leading run of them has one row a sample, frame or token of [B, ...,
+D]; one that varies along the second of two axes alone has one row a sample of [S, B, D]. Everything else
+does not fit.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def _aligned(modulation: Tensor, dims: int) -> Tensor:
 
 
 def _layout(x_shape, sizes: list[int]) -> tuple[str | None, list[int], tuple[int, ...]]:
-    """(layout, the sizes to expand to, the shape that the op takes) for modulations that vary along `sizes`."""
+    """(layout, sizes to expand to, shape that the op takes) for modulations that vary along `sizes`."""
     axes, features = list(x_shape[:-1]), x_shape[-1]
     last = max([0, *[axis for axis, size in enumerate(sizes) if size > 1]])
     if len(axes) == 2 and last == 1 and sizes[0] == 1 < axes[0]:

@@ -1,4 +1,4 @@
-"""The call that a candidate becomes, built at a given statement, and with `observe` what it replaces beside it."""
+"""The call that a candidate becomes, and with `observe` beside it the expression that it replaces."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from al_deepspeed.patching.values import (
 )
 
 RUNTIME = "_al_adaln"
+LONG = 72  # of a call; behind its names and indentation it still fits a line
 COMPACT = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
 
 
@@ -76,7 +77,26 @@ def build_call(candidate: Candidate, renderer: Renderer, site: str | None) -> cs
         arguments.append(cst.Arg(cst.SimpleString(repr(site)), keyword=cst.Name("site"), equal=COMPACT))
         original = cst.parse_expression(Original(candidate, renderer).text())
         arguments.append(cst.Arg(original, keyword=cst.Name("original"), equal=COMPACT))
-    return cst.Call(cst.Attribute(cst.Name(RUNTIME), cst.Name(candidate.kind)), arguments)
+    call = cst.Call(cst.Attribute(cst.Name(RUNTIME), cst.Name(candidate.kind)), arguments)
+    return call if site is not None else _wrapped(call)
+
+
+def _wrapped(call: cst.Call) -> cst.Call:
+    """The arguments on a line of their own where one line would be long, or on one each."""
+    text = cst.Module([]).code_for_node(call)
+    if len(text) <= LONG or "\n" in text:
+        return call
+    inner, last = (
+        cst.ParenthesizedWhitespace(indent=True, last_line=cst.SimpleWhitespace(space))
+        for space in ("    ", "")
+    )
+    if len(text) <= LONG + 36:
+        *others, final = call.args
+        arguments = [*others, final.with_changes(whitespace_after_arg=last)]
+    else:
+        arguments = [argument.with_changes(comma=cst.Comma(whitespace_after=inner)) for argument in call.args]
+        arguments[-1] = arguments[-1].with_changes(comma=cst.Comma(whitespace_after=last))
+    return call.with_changes(whitespace_before_args=inner, args=arguments)
 
 
 def _in_source_order(given: list) -> list:

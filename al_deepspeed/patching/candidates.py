@@ -1,12 +1,14 @@
-"""The expressions of one function that could become calls of the op, and why a sum counts as a gated residual.
+"""Expressions of a function that could become calls of the op, and why a sum counts as a gated residual.
 
-`a + b * c` is written for many things: guidance, noise, rotations, layer scale. It is taken for a gated residual
-only with evidence: a gate that is called one or comes from where this function's shifts and scales come from, a
-branch that is a module's output computed from the residual, or a norm that reads the sum next.
+`a + b * c` is written for many things: guidance, noise, rotations, layer scale. It is taken for a gated
+residual only with evidence: a gate that is called one or comes from where this function's shifts and scales
+come from, a branch that is a module's output computed from the residual, or a norm that reads the sum next.
 """
 
 from __future__ import annotations
 
+import builtins
+import sys
 from dataclasses import dataclass, field
 
 import libcst as cst
@@ -52,8 +54,9 @@ NOT_ONE_PLUS = "the norm is multiplied by something that is not 1 + scale"
 class Candidate:
     """kind: as in Site. root: the expression that the call replaces (y, or the sum).
 
-    sum_definition: for residual_adaln, the name that the sum was bound to, in `sum_place`; None when the sum is
-    part of the norm's own expression.
+    sum_definition: for residual_adaln, the name that the sum was bound to; None when the sum is part of the
+        norm's own expression. sum_root: the sum's expression.
+    refused: why it stays as it is.
     """
 
     kind: str
@@ -276,7 +279,7 @@ def name_of(value: Value) -> str:
             value = value.result
         elif isinstance(value, View | Cast):
             value = value.base
-        elif isinstance(value, Attribute) or isinstance(value, Global):
+        elif isinstance(value, Attribute | Global):
             names.append(value.name)
             break
         else:
@@ -291,7 +294,21 @@ def is_module_output(value: Value) -> bool:
         if not (isinstance(value, Opaque) and value.called):
             return False
         callee = value.inner[0] if value.inner else None
+        if callee is not None and _is_builtin(callee):
+            return False
         if isinstance(callee, Attribute) and isinstance(callee.base, Read):
             return is_receiver(callee.base)  # otherwise a method of a tensor
         return True
     return False
+
+
+def _is_builtin(callee: Value) -> bool:
+    """A function of Python itself, which makes numbers, not activations."""
+    name = callee.frame.module.qualified(callee.node)
+    root = callee
+    while isinstance(root, Attribute):
+        root = root.base
+    if name is None or not isinstance(root, Global):
+        return False
+    first = name.partition(".")[0]
+    return first in sys.stdlib_module_names or (name == first and hasattr(builtins, name))

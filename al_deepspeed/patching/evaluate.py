@@ -1,7 +1,7 @@
 """Expressions become values: arithmetic in its forms, casts, views, norms, helpers seen through.
 
-What is not understood becomes Opaque, with what was evaluated inside it, so that nothing is ever assumed about
-it. A call that may do anything (a module, an unknown function) counts as having effects.
+What is not understood becomes Opaque, with what was evaluated inside it, so that nothing is ever assumed
+about it. A call that may do anything (a module, an unknown function) counts as having effects.
 """
 
 from __future__ import annotations
@@ -221,9 +221,9 @@ class Evaluator:
         found = None
         if len(positional) == len(arguments) or isinstance(callee, Attribute | Global):
             found = self._known_call(frame, node, callee, arguments, positional)
-        if found is None and self.is_norm(callee):
-            if len(given) == 1 and not node.args[0].star:
-                return Normed(node, frame, frame.place, callee, given[0], rms=self.is_rms(callee))
+        alone = len(given) == 1 and not node.args[0].star
+        if found is None and alone and self.is_norm(callee):
+            return Normed(node, frame, frame.place, callee, given[0], rms=self.is_rms(callee))
         if found is None:
             found = self._helper(frame, node, callee, arguments)
         if found is None:
@@ -327,6 +327,8 @@ class Evaluator:
         owner = self.class_of(callee.base)
         if owner is not None:
             method = owner.method(callee.name)
+            if method is not None and self._is_overridden(owner, callee.name):
+                return None
             if method is not None:
                 if "staticmethod" in method.decorators:
                     return method, None
@@ -338,6 +340,11 @@ class Evaluator:
             function = frame.module.find_function(node.func)
             return None if function is None else (function, None)
         return None
+
+    def _is_overridden(self, owner: Class, name: str) -> bool:
+        """Whether a class of the same module derives from the owner and brings its own method."""
+        others = (found for found in owner.module.classes() if found is not owner and name in found.methods)
+        return any(owner in found.ancestry() for found in others)
 
     def _is_harmless(self, frame: Frame, node: cst.Call) -> bool:
         """torch functions, methods named like pure ones, and a few builtins change nothing."""
@@ -399,7 +406,7 @@ class Evaluator:
         return definition.value is not None and self.is_norm(definition.value)
 
     def _is_super(self, frame: Frame, base: Value) -> bool:
-        """Whether `super().forward(x)` is a norm's: the class derives from one, and no other source is known."""
+        """Whether `super().forward(x)` is a norm's, because the class derives from one."""
         if not (isinstance(base, Opaque) and isinstance(base.node, cst.Call) and frame.owner is not None):
             return False
         called = base.node.func

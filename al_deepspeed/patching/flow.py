@@ -1,8 +1,8 @@
 """Walks the statements of a function: blocks, what names are bound to where, and what reads what.
 
-Each suite (a function's body, a branch, a loop's or `with` body) is a block of its own. After a branch or loop,
-names bound inside are merges. Whatever is read where this walk does not follow (closures, merges that are read)
-marks its definitions as read elsewhere, so that no statement behind them is ever removed.
+Each suite (a function's body, a branch, a loop's or `with` body) is a block of its own. After a branch or
+loop, names bound inside are merges. Whatever is read where this walk does not follow (closures, merges that
+are read) marks its definitions as read elsewhere, so that no statement behind them is ever removed.
 """
 
 from __future__ import annotations
@@ -97,10 +97,10 @@ class Frame:
             if isinstance(extra, cst.Param):
                 self.bind(extra.name.value, None, parameter=True)
         self.block(node.body)
-        for name in self.held_back:
-            for definition in self.definitions:
-                if definition.name == name:
-                    definition.read_elsewhere()
+        by_name = self.evaluator.names_in(node.body) & {"locals", "vars", "eval", "exec"}
+        for definition in self.definitions:
+            if by_name or definition.name in self.held_back:
+                definition.read_elsewhere()
 
     def block(self, body: cst.BaseSuite, fixed: bool = False) -> bool:
         """Evaluates a suite in the names as they are; whether its end is never reached."""
@@ -180,9 +180,8 @@ class Frame:
             self.record("in place", (before,))
         if isinstance(node.target, cst.Name):
             self.bind(node.target.value, value)
-            before_definition = self.reads[node.target] if node.target in self.reads else None
-            if before_definition is not None:
-                before_definition.read_elsewhere()
+            if node.target in self.reads:
+                self.reads[node.target].read_elsewhere()
 
     def _compound(self, node: cst.BaseCompoundStatement) -> None:
         if isinstance(node, cst.If):

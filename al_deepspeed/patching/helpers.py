@@ -1,7 +1,7 @@
 """Helpers seen through: `modulate(x, shift, scale)` means what its body computes from the arguments.
 
-Only a straight line of assignments that ends in one `return`, made of arithmetic, casts and views. A helper that
-calls a module or a norm is a place of its own: its sites are found there, once.
+Only a straight line of assignments that ends in one `return`, made of arithmetic, casts and views. A helper
+that calls a module or a norm is a place of its own: its sites are found there, once.
 """
 
 from __future__ import annotations
@@ -12,13 +12,17 @@ from al_deepspeed.patching.flow import Frame
 from al_deepspeed.patching.names import Function
 from al_deepspeed.patching.values import Inlined, Normed, Opaque, Value, within
 
+TRANSPARENT = frozenset(
+    {"staticmethod", "jit_fuser", "script", "compile"}
+)  # decorators that change no result
+
 
 def see_through(
     evaluator, caller: Frame, node: cst.Call, function: Function, receiver: Value | None, arguments
 ) -> Inlined | None:
     """What the call computes, or None when the helper is not that simple."""
     returned = _straight_line(function.node)
-    if returned is None or function.node.asynchronous is not None:
+    if returned is None or function.node.asynchronous is not None or function.decorators - TRANSPARENT:
         return None
     bound = _bind(function.node.params, receiver, arguments)
     if bound is None:

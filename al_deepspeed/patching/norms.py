@@ -1,9 +1,10 @@
 """Which objects are norms over the last dim: what an attribute was assigned, what a name or argument holds.
 
-Known by name are the norms of torch, diffusers, Apex, Transformer Engine and Megatron. A class whose source is
-at hand is known by what it does: it derives from a LayerNorm and calls it once, or calls F.layer_norm, between
-casts. Megatron builds modules from specs; there the role in the spec decides (`submodules.input_layernorm`).
-Whether a norm that is found here computes what the op does is settled by the runtime, on the module itself.
+Known by name are the norms of torch, diffusers, Apex, Transformer Engine and Megatron. A class whose source
+is at hand is known by what it does: it derives from a LayerNorm and calls it once, or calls F.layer_norm,
+between casts. Megatron builds modules from specs; there the role in the spec decides
+(`submodules.input_layernorm`). Whether a norm that is found here computes what the op does is settled by
+the runtime, on the module itself.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ class Norms:
         inside = node.args[0].value
         if isinstance(inside, cst.ListComp | cst.GeneratorExp):
             return self._builds_norm(function, inside.elt) is True
-        if isinstance(inside, cst.List | cst.Tuple) or isinstance(inside, cst.Dict):
+        if isinstance(inside, cst.List | cst.Tuple | cst.Dict):
             values = [element.value for element in inside.elements]
         else:
             return False
@@ -231,6 +232,6 @@ def _assignments(method: Function) -> Iterator[tuple[str, cst.BaseExpression]]:
         else:
             continue
         for target in targets:
-            if isinstance(target, cst.Attribute) and isinstance(target.value, cst.Name):
-                if target.value.value == owner:
-                    yield target.attr.value, node.value
+            holder = target.value if isinstance(target, cst.Attribute) else None
+            if isinstance(holder, cst.Name) and holder.value == owner:
+                yield target.attr.value, node.value

@@ -1,7 +1,7 @@
 """The patterns among values: a modulated norm, a gated or plain residual sum, and what they are made of.
 
-Matching passes through names, helpers and casts. What it passed is kept (`Trail`): the names that were read on
-the way, because their statements lose their purpose, and the expressions that the op's call replaces.
+Matching passes through names, helpers and casts. What it passed is kept (`Trail`): the names that were read
+on the way, because their statements lose their purpose, and the expressions that the op's call replaces.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Trail:
 
 @dataclass
 class Operand:
-    """An argument of the op: `value`, with `inside` (a `1 + scale` under a view) replaced by what it adds to."""
+    """An argument of the op: `value`, where `inside` (a `1 + scale` under a view) gives way to its scale."""
 
     value: Value
     inside: OnePlus | None = None
@@ -185,9 +185,9 @@ def _scaled(core: Product | Sum, trail: Trail) -> Modulated | None:
     for side, other in sides:
         inner = Trail()
         normed, cast = peel(side, inner)
-        if isinstance(normed, View) and isinstance(peel(normed.base, Trail())[0], Normed):
-            if _one_plus(other, Trail()) is not None:
-                raise NoMatch("the norm's output is cut or reshaped before it is modulated")
+        viewed = isinstance(normed, View) and isinstance(peel(normed.base, Trail())[0], Normed)
+        if viewed and _one_plus(other, Trail()) is not None:
+            raise NoMatch("the norm's output is cut or reshaped before it is modulated")
         if not isinstance(normed, Normed):
             continue
         inner.through(normed)

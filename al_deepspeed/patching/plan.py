@@ -1,9 +1,10 @@
-"""Which candidates of a function can be rewritten safely, where their calls go, and which statements fall away.
+"""Which candidates can be rewritten safely, where their calls go, and which statements fall away.
 
-The call stands where the last operation stood; the call of residual_adaln where the sum stood, because the sum
-may be used between the two. A statement whose result only fed the replaced expression goes; when an operand with
-effects was computed in it, it stays and binds that operand: `y = gate * self.mlp(n)` becomes `y = self.mlp(n)`,
-so no call with effects ever moves. What cannot be written that way is refused, with the reason.
+The call stands where the last operation stood; the call of residual_adaln where the sum stood, because the
+sum may be used between the two. A statement whose result only fed the replaced expression goes; when an
+operand with effects was computed in it, it stays and binds that operand: `y = gate * self.mlp(n)` becomes
+`y = self.mlp(n)`, so no call with effects ever moves. What cannot be written that way is refused, with the
+reason.
 """
 
 from __future__ import annotations
@@ -283,7 +284,7 @@ class _Planner:
         return gone
 
     def _target(self, candidate: Candidate) -> str | None:
-        """The name that takes y right away, when y's own statement is `name = y` and the name is free until then."""
+        """The name of `name = y`, when it can take y where the sum stands: nobody needs it until then."""
         found = _simple_target(self.frame.statements[candidate.place])
         if found is None or found[1] is not candidate.root or found[0] in self.frame.held_back:
             return None

@@ -1,8 +1,8 @@
 """The op inside an affine norm's own forward.
 
-ZeRO-3 gathers a module's parameters in hooks around its forward, and a compiled engine traces them there. So an
-affine norm gets a forward that still takes x, and also takes the op's operands; rewritten code then calls the
-module. Norms that somebody else works on (hooks, another forward) are left alone.
+ZeRO-3 gathers a module's parameters in hooks around its forward, and a compiled engine traces them there.
+So an affine norm gets a forward that still takes x, and also takes the op's operands; rewritten code then
+calls the module. Norms that somebody else works on (hooks, another forward) are left alone.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def prepare(norm: nn.Module) -> bool:
     if torch.compiler.is_compiling():
         return False
     if any(parameter is not None for parameter in norm._parameters.values()):
-        norm.forward = partial(_forward, norm)  # unlike a bound method of ours, this can be pickled and copied
+        norm.forward = partial(_forward, norm)  # not a bound method: it can be pickled
     return True
 
 

@@ -1,9 +1,10 @@
 """Whether a module is LayerNorm or RMSNorm over the last dim, found by trying it.
 
-Names say little: Apex, Transformer Engine, Megatron and every code base have norms of their own, with eps under
-several names, weights around 1 or around 0, and outputs in the input's dtype or the weight's. So a copy of the
-module with random weights runs on a few random rows, and what comes out is compared with the definition. A
-module that does anything else, or holds anything else, is not recognised. Asked once a module and dtype.
+Names say little: Apex, Transformer Engine, Megatron and every code base have norms of their own, with eps
+under several names, weights around 1 or around 0, and outputs in the input's dtype or the weight's. So a
+copy of the module with random weights runs on a few random rows, and what comes out is compared with the
+definition. A module that does anything else, or holds anything else, is not recognised. Asked once a module
+and dtype.
 """
 
 from __future__ import annotations

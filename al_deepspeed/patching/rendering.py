@@ -1,7 +1,7 @@
 """Writes a value as an expression at a given statement, or says why it cannot be written there.
 
-A name stands for a value only while it is bound to it. Elsewhere the expression that made the value is written
-out again, as long as it is cheap and has no effects; its own names are looked up in the same way.
+A name stands for a value only while it is bound to it. Elsewhere the expression that made the value is
+written out again, as long as it is cheap and has no effects; its own names are looked up in the same way.
 """
 
 from __future__ import annotations
@@ -12,18 +12,12 @@ from al_deepspeed.patching.flow import Frame
 from al_deepspeed.patching.patterns import Operand
 from al_deepspeed.patching.values import (
     Attribute,
-    Cast,
     Definition,
     Global,
-    Inlined,
     Item,
-    OnePlus,
-    Opaque,
     Place,
     Read,
-    Scalar,
     Value,
-    View,
     canonical,
     has_effects,
     within,
@@ -77,6 +71,10 @@ class Renderer:
         made = value.definition.value
         if made is None or isinstance(made, Item):
             raise Unavailable(f"{value.definition.name} has changed before the place of the call", value)
+        if value.definition not in self.removed and any(
+            what == "in place" for _, what, _ in self.frame.effects
+        ):
+            raise Unavailable(f"{value.definition.name} has changed, and a tensor is changed in place", value)
         return self.value(made)
 
     def _bound_name(self, definition: Definition) -> str | None:
@@ -140,24 +138,27 @@ class Renderer:
         return None
 
     def _check(self, value: Value) -> None:
+        """Whether the value's expression means the same at this place.
+
+        Raises:
+            Unavailable: it has effects and would move, or reads what may differ here.
+        """
         moved = value.place != self.place
+        if (moved or value.frame is not self.frame) and has_effects(value):
+            reason = f"{self.code(value)} is computed by an earlier statement, and more happens between"
+            raise Unavailable(reason, value)
         for part in within(value):
-            if isinstance(part, Opaque) and not part.pure:
-                if moved or value.frame is not self.frame:
-                    raise Unavailable(
-                        f"{self.code(value)} is computed by an earlier statement, and what lies between may matter",
-                        value,
-                    )
             if isinstance(part, Attribute) and moved and part.name in self.frame.stored_attributes:
                 raise Unavailable(f"the attribute {part.name} is assigned in this function")
-            if isinstance(part, Global) and part.frame.module is not self.frame.module:
-                here = self.frame.module.imports.get(part.name)
-                there = part.frame.module.imports.get(part.name)
-                if part.name not in ("None", "True", "False") and (here is None or here != there):
-                    raise Unavailable(f"the helper uses {part.name} of its own module")
-        if moved and not isinstance(value, View | Attribute | Cast | Scalar | Global | OnePlus | Inlined):
-            if has_effects(value):
-                raise Unavailable(f"{self.code(value)} is computed by an earlier statement", value)
+            if isinstance(part, Global) and not self._is_shared(part):
+                raise Unavailable(f"the helper uses {part.name} of its own module")
+
+    def _is_shared(self, name: Global) -> bool:
+        """Whether a helper's global name means the same in the module that is rewritten."""
+        if name.frame.module is self.frame.module or name.name in ("None", "True", "False"):
+            return True
+        here = self.frame.module.imports.get(name.name)
+        return here is not None and here == name.frame.module.imports.get(name.name)
 
 
 def parenthesized(node: cst.BaseExpression) -> cst.BaseExpression:

@@ -1,8 +1,8 @@
 """Source in, source out: AdaLN and gated residuals become calls of the op, everything else stays as written.
 
     rewrite(source) -> Rewritten(source, sites, left)
-Functions are read one by one (flow.py, evaluate.py), matched (patterns.py, candidates.py), and planned so that
-nothing with effects moves (plan.py). What looks like AdaLN and cannot be proved safe is left and reported.
+Functions are read one by one (flow.py, evaluate.py), matched (patterns.py, candidates.py), and planned so
+that nothing with effects moves (plan.py). What looks like AdaLN and is not provably safe stays as it is.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def rewrite(
         edits.expressions |= planned.edits.expressions
         edits.statements |= planned.edits.statements
         for candidate in planned.accepted:
-            text = planned.texts[id(candidate)]()
+            text = " ".join(planned.texts[id(candidate)]().split())
             sites.append(Site(candidate.kind, file, lines[candidate.root], name, text))
             rewritten.add(function.node)
         left += [Left(file, lines[c.root], name, c.refused) for c in planned.refused]
@@ -83,7 +83,7 @@ def _function(node: cst.FunctionDef, module: Module, around: Class | Function | 
 
 
 class _Lines:
-    """First line of a node. LibCST's positions are dear, so only of top-level statements that somebody asks for."""
+    """First line of a node. LibCST's positions are dear: only of top-level statements that are asked for."""
 
     def __init__(self, tree: cst.Module, source: str) -> None:
         self.tree = tree
@@ -111,7 +111,9 @@ def _first_lines(tree: cst.Module, source: str) -> list[int]:
     lines = []
     for statement in tree.body:
         count = len(statement.body) if isinstance(statement, cst.SimpleStatementLine) else 1
-        lines.append([next(starts).lineno for _ in range(count)][0])
+        lines.append(next(starts).lineno)
+        for _ in range(count - 1):
+            next(starts)
     return lines
 
 
@@ -138,7 +140,7 @@ def _functions(tree: cst.Module, module: Module) -> list[tuple[Function, str]]:
 
 
 def _without_fusing(tree: cst.Module, rewritten: set[cst.FunctionDef]) -> set[cst.FunctionDef]:
-    """Functions that call the op now, themselves or through others of the file: their fuser cannot compile them."""
+    """Functions that call the op now, themselves or through others of the file, and cannot be fused."""
     functions = [node for node in descend(tree) if isinstance(node, cst.FunctionDef)]
     fused = [node for node in functions if any(map(_is_fuser, node.decorators))]
     called = {node: _called_names(node) for node in fused}
@@ -215,24 +217,22 @@ class _Apply(cst.CSTTransformer):
 
 def _with_import(tree: cst.Module) -> cst.Module:
     """The import line, behind the docstring and the `from __future__` lines; once."""
+    if any(_text(statement) == IMPORT for statement in tree.body):
+        return tree
     position = 0
     for index, statement in enumerate(tree.body):
-        if not isinstance(statement, cst.SimpleStatementLine):
-            break
-        first = statement.body[0]
-        if tree.code_for_node(statement.with_changes(leading_lines=[])).strip() == IMPORT:
-            return tree
+        first = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
         docstring = index == 0 and isinstance(first, cst.Expr) and isinstance(first.value, cst.SimpleString)
         future = isinstance(first, cst.ImportFrom) and getattr(first.module, "value", "") == "__future__"
         if not (docstring or future):
             break
         position = index + 1
-    for statement in tree.body:
-        if isinstance(statement, cst.SimpleStatementLine):
-            if tree.code_for_node(statement.with_changes(leading_lines=[])).strip() == IMPORT:
-                return tree
-    line = cst.parse_statement(IMPORT)
-    lead = tree.body[position].leading_lines if position < len(tree.body) else ()
     blank = [cst.EmptyLine(indent=False)] if position else []
-    body = [*tree.body[:position], line.with_changes(leading_lines=blank), *tree.body[position:]]
-    return tree.with_changes(body=body) if lead is not None else tree
+    line = cst.parse_statement(IMPORT).with_changes(leading_lines=blank)
+    return tree.with_changes(body=[*tree.body[:position], line, *tree.body[position:]])
+
+
+def _text(statement: cst.CSTNode) -> str:
+    if not isinstance(statement, cst.SimpleStatementLine):
+        return ""
+    return cst.Module([]).code_for_node(statement.with_changes(leading_lines=[])).strip()

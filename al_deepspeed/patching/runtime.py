@@ -1,12 +1,12 @@
 """What rewritten code calls: the fused ops, taking the norm module and operands that broadcast as written.
 
-    adaln(norm, x, shift, scale)                            norm(x) * (1 + scale) + shift
-    residual_adaln(norm, residual, branch, gate, shift, scale)    r = residual + branch * gate, and adaln of r
-    gated_residual(residual, branch, gate)                  residual + branch * gate
-Never wrong, at worst slower: a norm that is not provably LayerNorm or RMSNorm (recognised.py), operands that do
-not fit the op's layouts (broadcasting.py), or dtypes that the op does not take, get the expression in eager
-PyTorch. An affine norm's weight and bias are read inside that norm's own forward (`prepare`), where ZeRO-3 has
-gathered them and compiled engines expect them.
+    adaln(norm, x, shift, scale)                                 norm(x) * (1 + scale) + shift
+    residual_adaln(norm, residual, branch, gate, shift, scale)   r = residual + branch * gate, and adaln of r
+    gated_residual(residual, branch, gate)                       residual + branch * gate
+Never wrong, at worst slower: a norm that is not provably LayerNorm or RMSNorm (recognised.py), operands that
+do not fit the op's layouts (broadcasting.py), or dtypes that it does not take, get the expression in eager
+PyTorch. An affine norm's weight and bias are read inside that norm's own forward (prepared.py), where ZeRO-3
+has gathered them and compiled engines expect them.
 """
 
 from __future__ import annotations
@@ -116,6 +116,8 @@ def residual_adaln(
     """
 
     def fused(norm, residual, branch, gate=None, shift=None, scale=None):
+        if not (isinstance(residual, Tensor) and residual.dim()):
+            residual, branch, gate = branch if gate is None else branch * gate, residual, None
         sum_dtype = dtype_of(residual_dtype) or promoted(residual, branch, gate)
         casts = Casts(*(dtype_of(d, sum_dtype) for d in (out_dtype, norm_dtype, in_dtype)))
         return _residual_adaln(norm, residual, branch, gate, shift, scale, sum_dtype, casts)
@@ -138,6 +140,8 @@ def gated_residual(
     """residual + branch * gate, cast to residual_dtype where one is given."""
 
     def fused(residual, branch, gate):
+        if not (isinstance(residual, Tensor) and residual.dim()):
+            return _cast(residual + branch * gate, dtype_of(residual_dtype))
         return _gated_residual(
             residual, branch, gate, dtype_of(residual_dtype) or promoted(residual, branch, gate)
         )
@@ -184,10 +188,8 @@ def dtype_of(dtype: DTypeLike, residual: torch.dtype | None = None) -> torch.dty
 
 def promoted(*operands) -> torch.dtype:
     """The dtype of their sum or product by PyTorch's rules: numbers and 0-dim tensors weigh less."""
-    given = [operand for operand in operands if operand is not None]
-    result = given[0]
-    dtype = result.dtype
-    for operand in given[1:]:
+    dtype = operands[0].dtype
+    for operand in operands[1:]:
         if isinstance(operand, Tensor) and operand.dim() > 0 and operand.dtype != dtype:
             dtype = torch.promote_types(dtype, operand.dtype)
     return dtype
@@ -254,8 +256,11 @@ def _eager_sum(residual, branch, gate, dtype: torch.dtype) -> Tensor:
 
 
 def _eager_adaln(norm, x, shift, scale, casts: Casts) -> Tensor:
-    y = norm(x if casts.x is None else x.to(casts.x))
-    y = y if casts.norm is None else y.to(casts.norm)
+    y = _cast(norm(_cast(x, casts.x)), casts.norm)
     y = y if scale is None else y * (1 + scale)
     y = y if shift is None else y + shift
-    return y if casts.out is None else y.to(casts.out)
+    return _cast(y, casts.out)
+
+
+def _cast(value, dtype: torch.dtype | None):
+    return value if dtype is None else value.to(dtype)

@@ -1,8 +1,8 @@
 """Symbolic values: what an expression of a function body computes, as far as AdaLN is concerned.
 
-Names are resolved to definitions (one a binding, as in static single assignment), so that two reads of a name
-are the same value exactly when nothing was assigned between them. Sums, products, casts, `1 + scale` and norms
-keep their structure; all else is a View (a pure function of one value), or Opaque.
+Names are resolved to definitions (one a binding, as in static single assignment), so that two reads of a
+name are the same value exactly when nothing was assigned between them. Sums, products, casts, `1 + scale`
+and norms keep their structure; all else is a View (a pure function of one value), or Opaque.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Item(Value):
 
 @dataclass(eq=False)
 class DType:
-    """kind "like": the dtype of `value`. "name": torch's `text`. "expression": whatever `value` evaluates to."""
+    """kind "like": the dtype of `value`. "name": torch's `text`. "expression": what `value` evaluates to."""
 
     kind: str
     value: Value | None = None
@@ -189,7 +189,7 @@ class Inlined(Value):
 
 @dataclass(eq=False)
 class Opaque(Value):
-    """pure: evaluating it has no effect. called: it is a call of something the matcher knows nothing about."""
+    """pure: evaluating it has no effect. called: it calls something that the matcher does not know."""
 
     inner: tuple[Value, ...] = ()
     pure: bool = True
