@@ -1,6 +1,8 @@
 """Layers of Megatron-Bridge releases on megatron-core, patched beside unpatched: prints one JSON object.
 
-    python megatron_layers.py CORE_ROOT BRIDGE_ROOT=PART,...    of each release; PART: norms, wan_layer
+    python megatron_layers.py CORE_ROOT BRIDGE_ROOT=PART,...
+
+of each release; a part is norms, wan_layer or flux_layers.
 
 No Transformer Engine: linear layers are megatron-core's own, attention is torch's (megatron-core's wants a
 GPU). Bridge's packages are entered without their __init__, which want all of its dependencies. jit_fuser
@@ -30,6 +32,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules  # noqa: E402
 from twins import Twins, difference, module_name  # noqa: E402
 
 MODELS = "megatron/bridge/diffusion/models/"
@@ -165,13 +168,45 @@ def wan_layer() -> None:
     errors["WanLayerWithAdaLN"] = difference(*layers, *inputs, call=call)
 
 
+def flux_layers() -> None:
+    """FLUX's double and single block, of the same stand-ins."""
+    layer = importlib.import_module(module_name(FLUX_LAYER))
+    mask = {"attn_mask_type": AttnMaskType.no_mask}
+    linear = {"linear_proj": RowParallelLinear, "core_attention": PlainAttention}
+    mlp = ModuleSpec(
+        module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    )
+    joint = layer.JointSelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear, added_linear_qkv=ColumnParallelLinear, **linear
+    )
+    attention = ModuleSpec(module=layer.JointSelfAttention, params=mask, submodules=joint)
+    image, text, row = (random(count, SAMPLES, FEATURES) for count in (TOKENS, 4, 1))
+
+    def double(block, image, text, row):
+        return block(image, text, emb=row)
+
+    submodules = TransformerLayerSubmodules(self_attention=attention, mlp=mlp)
+    blocks = both(FLUX_LAYER, "MMDiTLayer", settings(), submodules)
+    errors["MMDiTLayer"] = difference(*blocks, image, text, row, call=double)
+
+    def single(block, image, row):
+        return block(image, emb=row)[0]
+
+    plain = SelfAttentionSubmodules(linear_qkv=ColumnParallelLinear, **linear)
+    attention = ModuleSpec(module=layer.FluxSingleAttention, params=mask, submodules=plain)
+    submodules = TransformerLayerSubmodules(self_attention=attention, mlp=mlp)
+    blocks = both(FLUX_LAYER, "FluxSingleTransformerBlock", settings(), submodules)
+    errors["FluxSingleTransformerBlock"] = difference(*blocks, image, row, call=single)
+
+
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 parallel_state.initialize_model_parallel()
+PARTS = {"norms": norms, "wan_layer": wan_layer, "flux_layers": flux_layers}
 printed = []
 for bridge, parts in RELEASES.items():
     enter(bridge)
     twins, errors = Twins(bridge, FILES), {}
     for part in parts:
-        {"norms": norms, "wan_layer": wan_layer}[part]()
+        PARTS[part]()
     printed.append({"errors": errors, "reached": sorted(twins.reached)})
 print(json.dumps(printed))
