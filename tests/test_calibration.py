@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from al_deepspeed.calibration.assemble import budget_warnings, calibrate, with_budget
-from al_deepspeed.calibration.choice import Allowance, candidates, expected_gb, next_candidate
+from al_deepspeed.calibration.choice import Allowance, Candidates, candidates, expected_gb, next_candidate
 from al_deepspeed.calibration.file import SCHEMA_VERSION, Setting, read_calibration, write_calibration
 from al_deepspeed.calibration.from_run import read_run, refit, run_points
 from al_deepspeed.calibration.launched import seconds, shapes
@@ -200,10 +200,30 @@ def test_no_point_is_predicted_to_pass_the_memory_limit():
     points = simulate([256, 1024, 4096, 16384, 65536], lambda used: Allowance(1e4, 1e4 - used, limit_gb=50.0))
     loads = [p.batch_size * p.tokens for p in points]
     assert 16384 <= max(loads) <= 35_454
-    for place, load in enumerate(loads[1:], start=1):
-        assert load <= 8 * max(loads[:place])
-        if place >= 2:
-            assert expected_gb(np.array([load]), points[:place])[0] <= 50.0
+    assert all(p.reserved_gb <= 50.0 for p in points)
+    for place in range(1, len(points)):
+        assert loads[place] <= 8 * max(loads[:place])
+        assert points[place].batch_size <= 8 * max(p.batch_size for p in points[:place])
+
+
+def test_memory_is_expected_to_grow_by_the_steepest_slopes_a_token_and_a_sample():
+    """1 MB a token up to B*S = 1,000, 2 MB from there, 0.1 GB a sample; 1.25 times the growth is expected.
+
+    One sample of 4,000 after 2,000: the steepest slope seen is 2 MB, so 13.1 + 1.25 * 4 GB. 16 samples of 125
+    have the 2,000 tokens of one that took 13.1 GB: + 1.25 * 15 * 0.1, told by four samples of 125. And what
+    was measured is expected again.
+    """
+
+    def took(batch_size, tokens):
+        load = batch_size * tokens
+        gb = 10 + max(load, 2 * load - 1000) / 1000 + 0.1 * batch_size
+        return Point(batch_size, tokens, 100.0, gb, gb, gb)
+
+    points = [took(1, 125), took(1, 1000), took(1, 2000), took(4, 125)]
+    asked = Candidates(np.array([1, 16, 4]), np.array([4000, 125, 125]), np.zeros(3, int))
+    np.testing.assert_allclose(expected_gb(asked, points), [13.1 + 5.0, 13.1 + 1.25 * 1.5, 10.9])
+    twins = [*points, took(16, 126)]  # 1.6 GB more than one sample of 2,000, and 16 tokens: no slope
+    assert expected_gb(asked, twins)[0] == pytest.approx(18.1)
 
 
 def test_a_scan_table_names_its_bad_row(tmp_path):

@@ -138,8 +138,9 @@ class Check:
         """Measures every point that fits. Collective."""
         alarm = Alarm(self._end_early)
         smallest = min(requests, key=lambda request: request.batch_size * request.tokens)
-        with alarm.guards(smallest.batch_size, smallest.shape, smallest.tokens):
-            self._meter.prepare(smallest.batch_size, smallest.shape)
+        if not self._meter.prepared:  # a scan in the same launch has done so
+            with alarm.guards(smallest.batch_size, smallest.shape, smallest.tokens):
+                self._meter.prepare(smallest.batch_size, smallest.shape)
         for request in requests:
             if self.fits(request):
                 with alarm.guards(request.batch_size, request.shape, request.tokens):

@@ -1,13 +1,19 @@
 """Which (B, S) to measure next: the corners first, then where the fit is least certain.
 
-Three limits hold at every choice. Time: a point must fit into what is left of the budget, and take no more
-than a share of the whole. Memory: the predicted peak stays below the limit, extrapolated from the steepest
-growth seen, with a margin. Growth: B*S rises at most eightfold over the largest yet, so that no extrapolation
-reaches far.
+Three limits hold at every choice. Time: a warm-up and a repeat must fit into what is left of the budget, and
+take no more than a share of the whole. Memory: the predicted peak stays below the limit, extrapolated at the
+steepest growth seen, with a margin. Growth: B and B*S rise at most eightfold over the largest yet, so that no
+extrapolation reaches far.
+
+The corners are the longest sample alone, the shortest ones and the longest ones, each with as large a batch
+as the limits allow: a plan fills micro-batches up to one cost, so there it works, and there time and memory
+would otherwise be extrapolated.
 
 How doubtful the fit is at a candidate: its jackknife error, which is how far the prediction moves as one
 measured point after another is left out, and a little for each doubling of B or S away from the nearest
-measured point, since no form is exact.
+measured point, since no form is exact. Small batches that hide below a floor, where the host sets the pace,
+are left out of that: there is one time to be known for all of them. But a host's pace drifts within minutes,
+so every fourth point is one of them, and the floor is known from all over the scan.
 """
 
 from collections.abc import Sequence
@@ -16,20 +22,22 @@ from dataclasses import dataclass
 import numpy as np
 
 from al_deepspeed.calibration.fit import Variant, fit_once, refits_without_each
-from al_deepspeed.calibration.points import OUT_OF_MEMORY, Point, columns, measured
+from al_deepspeed.calibration.points import OUT_OF_MEMORY, Columns, Point, columns, measured
 from al_deepspeed.calibration.robust import FloatArray
 
-GROWTH = 8.0
+GROWTH = 8
 SLOPE_MARGIN = 1.25
+APART = 0.25  # of the largest B*S, or B: points nearer to each other than that tell no slope
 LEAST_GROWING_SHARE = 0.1  # of the largest point's time, as long as nothing is seen to grow
-SHARE_OF_BUDGET = 0.1
+SHARE_OF_BUDGET = 0.12
 SHARE_OF_LONGEST = 0.4  # the longest sample alone: a calibration should hardly ever lack it
-RUNS_A_POINT = 3.5  # a warm-up, at least two repeats, and what lies between
+RUNS_A_POINT = 2.5  # a warm-up, a repeat, and what lies between
 POINTS_BEFORE_FIT = 6
 POINTS_ENOUGH = 10  # before these, a point may take more than its share of the budget
+SMALL_EVERY = 4
+ABOVE_FLOOR = 1.1
 PROVISIONAL = Variant("roofline", "hard")
 DOUBT_A_DOUBLING = 0.01
-CERTAIN = 0.008  # so that a budget that lasts is spent on every pair
 
 
 @dataclass(frozen=True)
@@ -62,31 +70,33 @@ def candidates(tokens: Sequence[int], largest_batch: int) -> Candidates:
 
 
 def next_candidate(choices: Candidates, points: Sequence[Point], allowance: Allowance) -> int | None:
-    """The candidate's place; None when no further point is allowed, or none is in doubt."""
+    """The candidate's place; None when no further point is allowed."""
     if not measured(points):
         return None if points else int(np.argmin(choices.load))
-    seconds = RUNS_A_POINT * expected_ms(choices, points) / 1e3
-    fits = _free(choices, points) & _within_memory(choices, points, allowance.limit_gb)
+    ms = expected_ms(choices, points)
+    seconds = RUNS_A_POINT * ms / 1e3
+    free = _free(choices, points)
+    fits = free & _within_memory(choices, points, allowance.limit_gb)
     safe = fits & (seconds <= allowance.left_s)
     short = safe & (seconds <= SHARE_OF_BUDGET * allowance.budget_s)
-    longest, shortest = choices.tokens.max(), choices.tokens.min()
     alone = choices.batch_size == 1
     corners = (
         (alone, safe & (seconds <= SHARE_OF_LONGEST * allowance.budget_s)),
-        (choices.tokens == shortest, short),
-        (choices.tokens == longest, short),
+        (choices.tokens == choices.tokens.min(), short),
+        (choices.tokens == choices.tokens.max(), short),
     )
     for edge, allowed in corners:
-        reached = choices.load[edge & ~_free(choices, points)].max(initial=0)
+        reached = choices.load[edge & ~free].max(initial=0)
         beyond = edge & allowed & (choices.load > reached)
         if beyond.any():
             return int(np.argmax(np.where(beyond, choices.load, -1)))
     if not short.any():
         late = fits & (allowance.left_s > 0) & (len(measured(points)) <= POINTS_BEFORE_FIT)
         return _cheapest(safe if safe.any() else late, seconds, len(measured(points)))
-    doubts = np.where(short, doubt(choices, points), -1.0)
-    best = int(np.argmax(doubts))
-    return best if doubts[best] > CERTAIN else None
+    hidden = short & (ms < ABOVE_FLOOR * ms.min())
+    if hidden.any() and (len(points) % SMALL_EVERY == 0 or (hidden == short).all()):
+        return int(np.argmin(np.where(hidden, choices.load, choices.load.max() + 1)))
+    return int(np.argmax(np.where(short & ~hidden, doubt(choices, points), -1.0)))
 
 
 def _cheapest(allowed: np.ndarray, seconds: FloatArray, points: int) -> int | None:
@@ -121,17 +131,38 @@ def expected_ms(choices: Candidates, points: Sequence[Point]) -> FloatArray:
     return np.minimum(at_worst, slowest.max() + slope * beyond)
 
 
-def expected_gb(load: np.ndarray, points: Sequence[Point]) -> FloatArray:
-    """Predicted reservation; beyond the largest measured load at the steepest slope seen, with a margin."""
+def expected_gb(choices: Candidates, points: Sequence[Point]) -> FloatArray:
+    """Predicted reservation of each candidate, above what it will be.
+
+    Each measured point bounds a candidate: by what it reserved, and the steepest growth a token and a sample
+    for what the candidate has more of them, with a margin. The lowest bound holds.
+    """
     data = columns(points)
-    measured, place = np.unique(data.batch_size * data.tokens, return_inverse=True)
-    passes = np.zeros(len(measured))
-    np.maximum.at(passes, place, data.pass_gb)
-    passes = np.maximum.accumulate(passes)
-    slope = SLOPE_MARGIN * (np.diff(passes) / np.diff(measured)).max(initial=0.0)
-    beyond = np.maximum(0, load - measured[-1])
-    held = (data.reserved_gb / data.peak_gb).max()  # the allocator holds more than it hands out
-    return np.maximum(data.peak_gb.min(), np.interp(load, measured, passes) + slope * beyond) * held
+    load = data.batch_size * data.tokens
+    token_gb, sample_gb = _growth_gb(data, int(choices.tokens.min()))
+    tokens = np.maximum(0, choices.load[:, None] - load)
+    samples = np.maximum(0, choices.batch_size[:, None] - data.batch_size)
+    return (data.reserved_gb + SLOPE_MARGIN * (token_gb * tokens + sample_gb * samples)).min(axis=1)
+
+
+def _growth_gb(data: Columns, shortest: int) -> tuple[float, float]:
+    """The steepest growth of memory between two points: GB a token, and GB a sample beyond its tokens.
+
+    What the passes take counts as well as what is reserved: below the optimizer step's level the latter shows
+    no growth. Pairs [from, to] that lie close together say nothing; and of a token, those say most that
+    differ by few samples. What more samples took is theirs, less the least that their tokens can have taken.
+    """
+    load = data.batch_size * data.tokens
+    tokens, samples = load - load[:, None], data.batch_size - data.batch_size[:, None]
+    grown = np.maximum(data.pass_gb - data.pass_gb[:, None], data.reserved_gb - data.reserved_gb[:, None])
+    longer = tokens >= APART * load.max()
+    few = np.abs(samples) * shortest <= APART * tokens
+    longer = longer & few if (longer & few).any() else longer
+    slopes = np.maximum(0.0, grown[longer] / tokens[longer])
+    steepest = slopes.max(initial=0.0)
+    wider = ~few & (samples >= APART * data.batch_size.max())
+    beyond_tokens = grown[wider] - slopes.min(initial=steepest) * np.maximum(0, tokens[wider])
+    return steepest, (beyond_tokens / samples[wider]).max(initial=0.0)
 
 
 def doubt(choices: Candidates, points: Sequence[Point]) -> FloatArray:
@@ -141,7 +172,7 @@ def doubt(choices: Candidates, points: Sequence[Point]) -> FloatArray:
     steps += np.abs(np.log2(choices.tokens[:, None] / data.tokens))
     distance = DOUBT_A_DOUBLING * steps.min(axis=1)
     if len(data) <= POINTS_BEFORE_FIT:
-        return CERTAIN + distance
+        return distance
     models = refits_without_each(PROVISIONAL, data.batch_size, data.tokens, data.ms)
     predicted = np.stack([model.cost(choices.batch_size, choices.tokens) for model in models])
     jackknife = np.sqrt((len(data) - 1) * predicted.var(axis=0)) / predicted.mean(axis=0)
@@ -155,13 +186,15 @@ def _free(choices: Candidates, points: Sequence[Point]) -> np.ndarray:
 
 
 def _within_memory(choices: Candidates, points: Sequence[Point], limit_gb: float | None) -> np.ndarray:
-    """Growth in B*S, and the predicted reservation where a limit is known."""
+    """Growth in B and B*S, and the predicted reservation where a limit is known."""
+    batch_sizes = {point.batch_size for point in measured(points)}
     loads = {point.batch_size * point.tokens for point in measured(points)}
     failed = min((p.batch_size * p.tokens for p in points if p.status == OUT_OF_MEMORY), default=np.inf)
     within = (choices.load <= GROWTH * max(loads)) & (choices.load < failed)
+    within &= choices.batch_size <= GROWTH * max(batch_sizes)
     if limit_gb is None:
         return within
     if len(loads) == 1:  # no slope yet: the smallest step up
         larger = choices.load[choices.load > max(loads)]
         return within & (choices.load <= larger.min(initial=choices.load.max()))
-    return within & (expected_gb(choices.load, points) <= limit_gb)
+    return within & (expected_gb(choices, points) <= limit_gb)

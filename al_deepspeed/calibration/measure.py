@@ -1,6 +1,7 @@
 """Measures one (B, S) in the live engine: forward and backward of a micro-batch on all ranks at once.
 
-A warm-up, then repeats until the median is known within 2% or a cap is reached. Each repeat begins together
+A warm-up, then repeats until the median is known within 2% or a cap is reached: a number of repeats, or the
+point's time, so that none but the first repeat ends after its deadline. Each repeat begins together
 and counts with its slowest rank's time; the optimizer step, whose turn comes every G-th repeat as in
 training, lies outside the clock and inside the memory. All ranks see the same numbers, so they stop after the
 same one.
@@ -43,6 +44,7 @@ class Meter:
         self._clock = clock()
         self.memory = memory_meter()
         self._optimizer_gb = self._step_gb = 0.0
+        self.prepared = False
         self._started = time.monotonic()
 
     @property
@@ -59,6 +61,7 @@ class Meter:
             for _ in range(self._engine.gradient_accumulation_steps()):
                 self.run(*self.batch(batch_size, shape))
             self._optimizer_gb = self._step_gb
+        self.prepared = True
 
     def capacity_gb(self) -> float:
         """The memory of the rank that has least. Collective."""
@@ -70,7 +73,11 @@ class Meter:
         return to_device(batch, self.device), loss
 
     def measure(self, batch_size: int, shape: Shape, tokens: int, deadline_s: float) -> Point:
-        """One point. Collective. deadline_s: no further repeat once rank 0 has been running this long."""
+        """One point. Collective.
+
+        Args:
+            deadline_s: by the clock that `elapsed_s` of rank 0 shows; no second repeat that would end later.
+        """
         self.memory.release()
         batch, loss = self.batch(batch_size, shape)
         rows = [self._gathered(self.run(batch, loss))]
@@ -79,7 +86,8 @@ class Meter:
             rows.append(self._gathered(self.run(batch, loss)))
             times.append(rows[-1][:, 0])
             slowest = [row.max() for row in times]
-            out_of_time = rows[-1][0, 1] >= deadline_s
+            before_s, now_s = rows[-2][0, 1], rows[-1][0, 1]
+            out_of_time = now_s + (now_s - before_s) > deadline_s
             if len(times) >= self._most_repeats or out_of_time or is_certain(slowest):
                 break
         pass_gb, peak_gb, reserved_gb = (

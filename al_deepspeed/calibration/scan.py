@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from al_deepspeed.calibration.alarm import Alarm, failed_point
 from al_deepspeed.calibration.assemble import MEMORY_FRACTION
-from al_deepspeed.calibration.choice import SHARE_OF_BUDGET, Allowance, candidates, next_candidate
+from al_deepspeed.calibration.choice import Allowance, candidates, next_candidate
 from al_deepspeed.calibration.file import Setting, write_json
 from al_deepspeed.calibration.measure import Meter
 from al_deepspeed.calibration.points import Point, measured
@@ -22,6 +22,7 @@ from al_deepspeed.calibration.spread import busy_ms
 from al_deepspeed.calibration.workload import Shape
 from al_deepspeed.errors import CalibrationError
 
+REPEATS_SHARE = 0.025  # of the budget: when a point has taken so long, it is not repeated again
 SPREAD_SHARE = 0.1  # of the budget is kept for telling ranks apart at the end
 SPREAD_POINTS = 3
 RUNS_A_PROBE = 3.0  # a profiled run, and what lies around it
@@ -103,7 +104,7 @@ class Scan:
         self._choices = candidates(options.tokens, options.largest_batch)
 
     def run(self) -> Progress:
-        """Measures until the budget is used or no point is in doubt. Collective; equal on every rank."""
+        """Measures until the budget is used or every pair is measured. Collective; equal on every rank."""
         alarm = Alarm(self._end_early)
         batch_size, shape, tokens = self._pair(int(self._choices.load.argmin()))
         with alarm.guards(batch_size, shape, tokens):
@@ -137,7 +138,7 @@ class Scan:
             allowance = Allowance(budget_s, left_s, limit_gb if known else None)
             place = next_candidate(self._choices, points, allowance)
             if place is not None:
-                choice = [(place, self._meter.elapsed_s + min(left_s, SHARE_OF_BUDGET * budget_s))]
+                choice = [(place, self._meter.elapsed_s + min(left_s, REPEATS_SHARE * budget_s))]
         dist.broadcast_object_list(choice, src=0)
         return choice[0]
 
