@@ -1,23 +1,31 @@
 #!/usr/bin/env bash
 # Wan 2.1 on one GPU at ZeRO-3: scanned by `al-deepspeed calibrate`, and twelve points that the scan did not have
-# (benchmarks/calibration_points.csv: other batch sizes, four of other shapes) measured against the prediction.
+# measured against the prediction.
 #   bash benchmarks/calibration_h200.sh OUT        the 1.3B model whole, then 8 layers of the 14B model
+#   bash benchmarks/calibration_h200.sh OUT 1.3b   the first alone; about 7.5 minutes, 200 s of them the scan
+#   bash benchmarks/calibration_h200.sh OUT 14b    the second alone; about 5 minutes, 110 s of them the scan
 #   bash benchmarks/calibration_h200.sh OUT tiny   the same path on a CPU, with small models and small latents
-# Writes OUT/{1.3b,14b-8layers}.{json,png,log,check.json}. Ends within 9.5 minutes: a scan keeps its budget, its
+# Writes OUT/{1.3b,14b}.{json,png,log,check.json}. A model ends within 9 minutes: a scan keeps its budget, its
 # calibration is on disk before the points are checked, and a check that is cut off leaves the points it had.
+#
+# The points, benchmarks/calibration_points_{1.3b,14b}.csv, are micro-batches that a plan for this corpus may run:
+# all its shapes and three that it does not have, batch sizes that are no power of two, from a fifth of M_mem
+# (235,000 tokens for the 1.3B model, 52,000 for the 14B layers) to nearly all of it. A plan fills micro-batches up to
+# one cost, so most of them are large. Two are small all the same: the first lies below the floor that the host sets
+# (1.2 s, or 0.36 s), the second just above it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=$(mkdir -p "$1" && cd "$1" && pwd)
-size=${2:-full}
+what=${2:-both}
 work=$(mktemp -d)
-trap 'rm -rf "$work" /dev/shm/deepspeed_allreduce_buffer_*_2919[01]_*' EXIT
+trap 'rm -rf "$work" /dev/shm/deepspeed_allreduce_buffer_*_2910[01]_*' EXIT
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 started=$SECONDS
 
-# calibrate NAME SECONDS BUDGET PORT FACTORY_OPTIONS...
+# calibrate NAME SECONDS BUDGET PORT POINTS FACTORY_OPTIONS...
 calibrate() {
-    local name=$1 limit=$2 budget=$3 port=$4
-    shift 4
+    local name=$1 limit=$2 budget=$3 port=$4 points=$5
+    shift 5
     echo "== $name, scan of $budget"
     timeout --kill-after 5 "$limit" python3 -c "from al_deepspeed.cli import main; main()" calibrate \
         --deepspeed-config launch/configs/zero3.json --manifest "$work/corpus/manifest.parquet" \
@@ -29,18 +37,24 @@ calibrate() {
     echo "== $((SECONDS - started)) s since the start"
 }
 
-if [ "$size" = tiny ]; then
+if [ "$what" = tiny ]; then
     export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
     python3 benchmarks/synthetic_corpus.py "$work/corpus" tiny
-    points=$work/points.csv
-    printf 'B,shape\n3,1x6x6\n2,5x8x16\n' >"$points"
+    printf 'B,shape\n3,1x6x6\n2,5x8x16\n' >"$work/points.csv"
     limits=(--largest-batch 4 --most-repeats 2)
-    calibrate 1.3b 240 20s 29190 --preset tiny --precision fp32
-    calibrate 14b-8layers 240 20s 29191 --preset tiny --layers 2 --precision fp32
-else
-    python3 benchmarks/synthetic_corpus.py "$work/corpus"
-    points=benchmarks/calibration_points.csv
-    limits=(--largest-batch 512 --most-repeats 6)
-    calibrate 1.3b 280 130s 29190 --preset 1.3b
-    calibrate 14b-8layers 260 110s 29191 --preset 14b --layers 8
+    calibrate 1.3b 240 20s 29100 "$work/points.csv" --preset tiny --precision fp32
+    calibrate 14b 240 20s 29101 "$work/points.csv" --preset tiny --layers 2 --precision fp32
+    exit
+fi
+case $what in
+both | 1.3b | 14b) ;;
+*) echo "$what is no choice; allowed: both, 1.3b, 14b, tiny" >&2 && exit 2 ;;
+esac
+python3 benchmarks/synthetic_corpus.py "$work/corpus"
+limits=(--largest-batch 512 --most-repeats 6)
+if [ "$what" != 14b ]; then
+    calibrate 1.3b 510 200s 29100 benchmarks/calibration_points_1.3b.csv --preset 1.3b
+fi
+if [ "$what" != 1.3b ]; then
+    calibrate 14b 400 110s 29101 benchmarks/calibration_points_14b.csv --preset 14b --layers 8
 fi
