@@ -37,10 +37,12 @@ def unpacked(cache: Path, package: str, version: str, *, foreign: bool = True) -
     if not folder.is_dir():
         partial = cache / f"{package}-{version}.partial"
         shutil.rmtree(partial, ignore_errors=True)
-        with zipfile.ZipFile(_download(cache, package, version, foreign)) as wheel:
+        downloaded = _download(cache, package, version, foreign)
+        with zipfile.ZipFile(downloaded) as wheel:
             members = [name for name in wheel.namelist() if name.startswith(FOLDERS[package])]
             wheel.extractall(partial, members)
         partial.rename(folder)
+        downloaded.unlink()
     return folder
 
 
