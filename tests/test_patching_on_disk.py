@@ -174,6 +174,20 @@ def test_a_folder_that_became_a_link_out_of_the_tree_is_not_written_on_revert(tr
     assert (outside / "b.py").read_bytes() == there and patched(tree / "a.py")
 
 
+def test_nor_is_it_when_an_interrupted_apply_is_undone(tree, tmp_path_factory):
+    (tree / "a.py").rename(tree / "deep/c.py")
+    killed_after(1, on_disk.apply, tree)
+    outside = tmp_path_factory.mktemp("outside")
+    for name in ("b.py", "c.py"):
+        (tree / "deep" / name).rename(outside / name)
+    (tree / "deep").rmdir()
+    (tree / "deep").symlink_to(outside)
+    there = contents(outside)
+    with pytest.raises(PatchError, match="symbolic link"):
+        on_disk.revert(tree)
+    assert contents(outside) == there and patched(outside / "b.py")
+
+
 @pytest.mark.parametrize(("place", "mode"), [("deep/b.py", 0o444), ("deep", 0o555)], ids=["file", "folder"])
 def test_read_only_is_refused_and_nothing_is_half_written(tree, place, mode):
     before = contents(tree)

@@ -110,6 +110,7 @@ class Record:
                 else:
                     entries[name] = entry  # patched and then edited: stays on record, for revert to name
                 continue
+            self._check_place(name)
             self._rename(name, self._stage(0, name, self._original(entry)))
             entries.pop(name, None)
             restored.append(name)
