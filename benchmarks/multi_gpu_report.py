@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from al_deepspeed.calibration.file import read_calibration
-from al_deepspeed.data.files import atomic_path
+from al_deepspeed.data.files import write_whole
 from al_deepspeed.pictures import save_picture
 from al_deepspeed.run_figures import efficiency, fit_work, imbalance, read_run, rows
 from al_deepspeed.scheduling.cost import CostModel
@@ -142,8 +142,7 @@ def draw(result: dict[str, Any], work: Path, out: Path) -> None:
 def main() -> None:
     work, out = (Path(word) for word in sys.argv[1:])
     result = compare(work)
-    with atomic_path(out / "multi_gpu.json") as temporary:
-        temporary.write_text(json.dumps(result, indent=1) + "\n")
+    write_whole(out / "multi_gpu.json", json.dumps(result, indent=1) + "\n")
     draw(result, work, out / "multi_gpu.png")
     for name, run in result["runs"].items():
         measured, predicted = run["measured"], run["predicted"]

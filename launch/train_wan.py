@@ -22,6 +22,7 @@ from tqdm import tqdm
 import al_deepspeed
 from al_deepspeed.agreement import StopOnSignal, together
 from al_deepspeed.config import BATCHING_KEY, read_config
+from al_deepspeed.data.files import write_whole
 from al_deepspeed.data.manifest import read_manifest
 from al_deepspeed.data.shards import LatentDataset
 from al_deepspeed.errors import AdaptiveLoadError, ConfigError
@@ -51,7 +52,7 @@ class Trainer:
         dist.barrier()  # every rank has looked into the folder
         if dist.get_rank() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
-            checkpoints.write_atomically(self.folder / "ds_config.json", json.dumps(config, indent=2) + "\n")
+            write_whole(self.folder / "ds_config.json", json.dumps(config, indent=2) + "\n")
         self.model = models.make(source, arguments, config)
         self.engine, _, self.loader, _ = al_deepspeed.initialize(
             model=self.model, model_parameters=self.model.parameters(), dataset=self.dataset, config=config

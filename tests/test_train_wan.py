@@ -13,9 +13,10 @@ from diffusers import WanTransformer3DModel
 from launching import EXTENSIONS, free_port, launch
 from training_runs import STEPS, TRAINER, largest_difference, trainer_arguments, unbroken_run
 
+from al_deepspeed.data.files import write_whole
 from al_deepspeed.errors import ConfigError
 from al_deepspeed.telemetry import read_telemetry
-from al_deepspeed.training.checkpoints import latest, write_atomically
+from al_deepspeed.training.checkpoints import latest
 from al_deepspeed.training.options import changed_config
 from al_deepspeed.training.validation import read_validation
 
@@ -108,8 +109,8 @@ def test_changes_of_the_config_reach_the_key_that_they_name():
 
 
 def test_latest_is_replaced_whole(tmp_path):
-    write_atomically(tmp_path / "latest", "step_1")
-    write_atomically(tmp_path / "latest", "step_2")
+    write_whole(tmp_path / "latest", "step_1")
+    write_whole(tmp_path / "latest", "step_2")
     assert latest(tmp_path) == "step_2"
     assert [path.name for path in tmp_path.iterdir()] == ["latest"]
     assert latest(tmp_path / "nowhere") is None

@@ -17,7 +17,7 @@ import numpy as np
 
 from al_deepspeed.data.buckets import Buckets
 from al_deepspeed.data.codec import Codec
-from al_deepspeed.data.files import atomic_path, create_whole
+from al_deepspeed.data.files import create_whole, write_whole
 from al_deepspeed.data.media import Clip, Media, open_media
 from al_deepspeed.data.shards import CorpusInfo, Sample, write_shard
 from al_deepspeed.data.sources import Source, list_sources, listing_digest
@@ -154,9 +154,8 @@ class _Encoder:
             progress(1)
         self.bad_sources += len(bad)
         if bad:
-            with atomic_path(shard.with_suffix(".bad.jsonl")) as temporary:
-                lines = (json.dumps(one, ensure_ascii=False) + "\n" for one in bad)
-                temporary.write_text("".join(lines), encoding="utf-8")
+            lines = (json.dumps(one, ensure_ascii=False) + "\n" for one in bad)
+            write_whole(shard.with_suffix(".bad.jsonl"), "".join(lines))
 
     def _samples_of(self, source: Source) -> list[Sample]:
         """All samples of a source, or none: an error in the last leaves out the first."""

@@ -39,6 +39,12 @@ def atomic_path(path: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """The file holds either what it held or all of `text`, also after a crash."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
 def create_whole(path: Path, text: str) -> None:
     """Create the file with this text unless it exists; of many processes that try, one does."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")

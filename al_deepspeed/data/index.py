@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from al_deepspeed.data.files import FilePool, atomic_path
+from al_deepspeed.data.files import FilePool, write_whole
 from al_deepspeed.data.manifest import Manifest, write_manifest
 from al_deepspeed.data.npy import npy_header
 from al_deepspeed.data.tars import META, Entry, entries
@@ -143,10 +143,7 @@ def settle_bad(out: Path, bad: list[Bad], skip_bad: bool) -> None:
     if not bad:
         side.unlink(missing_ok=True)
         return
-    with atomic_path(side) as temporary:
-        temporary.write_text(
-            "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in bad), encoding="utf-8"
-        )
+    write_whole(side, "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in bad))
 
 
 @dataclass

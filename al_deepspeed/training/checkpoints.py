@@ -4,11 +4,12 @@ DeepSpeed writes `latest` in place; a kill at that moment leaves it empty. Here 
 before rank 0 puts the new name in by a rename, and only then do older checkpoints go.
 """
 
-import os
 import shutil
 from pathlib import Path
 
 import torch.distributed as dist
+
+from al_deepspeed.data.files import write_whole
 
 
 def save(engine, folder: Path, step: int, *, keep: int) -> None:
@@ -19,7 +20,7 @@ def save(engine, folder: Path, step: int, *, keep: int) -> None:
     engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
     dist.barrier()
     if dist.get_rank() == 0:
-        write_atomically(folder / "latest", tag)
+        write_whole(folder / "latest", tag)
         for old in sorted(folder.glob("step_*"), key=_step)[:-keep]:
             shutil.rmtree(old)
     dist.barrier()
@@ -29,16 +30,6 @@ def latest(folder: Path) -> str | None:
     """The tag of the last complete checkpoint."""
     name = folder / "latest"
     return name.read_text().strip() if name.is_file() else None
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """The file holds either what it held or all of `text`, also after a crash."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def _step(folder: Path) -> int:
