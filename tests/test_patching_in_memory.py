@@ -430,6 +430,7 @@ def test_the_engine_patches_at_zero_3_and_a_wrong_rank_stops_all(tmp_path):
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     assert "fused AdaLN at 5 sites" in log and "equals the original code at 5 sites" in log
     for seen in ranks:
+        assert "comes too late: a DeepSpeed engine has its hooks on the model already" in seen["too late"]
         assert seen["functions"] == 2  # forward of the block and of the model
         assert seen["patched"] == pytest.approx(seen["off"], rel=1e-5)
         assert seen["off"][0] - seen["off"][2] > 1e-3  # it learns, so gradients are in the losses

@@ -9,6 +9,7 @@ OUT_DIR/rankR.json.
 import argparse
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import deepspeed
@@ -53,15 +54,25 @@ def train(**section) -> list[float]:
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
+    if section.get("patch") == "off":
+        seen["too late"] = refusal(lambda: in_memory.patch_model(model))
     return losses
 
 
-seen = {"off": train(patch="off"), "patched": train(), "functions": len(in_memory._patches)}
+def refusal(action: Callable) -> str | None:
+    try:
+        action()
+    except PatchError as error:
+        return str(error)
+    return None
+
+
+seen: dict[str, object] = {}
+seen["off"] = train(patch="off")
+seen["patched"] = train()
+seen["functions"] = len(in_memory._patches)
 if rank == 1:
     right = runtime._gated_residual
     runtime._gated_residual = lambda residual, branch, gate, dtype: right(residual, branch, -gate, dtype)
-try:
-    train()
-except PatchError as error:
-    seen["refused"] = str(error)
+seen["refused"] = refusal(train)
 (out / f"rank{rank}.json").write_text(json.dumps(seen))
