@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import libcst as cst
 
-from al_deepspeed.patching.candidates import Candidate
+from al_deepspeed.patching.candidates import RUNTIME, Candidate
 from al_deepspeed.patching.patterns import Operand
 from al_deepspeed.patching.rendering import Renderer, bare
 from al_deepspeed.patching.values import (
@@ -23,7 +23,6 @@ from al_deepspeed.patching.values import (
     same,
 )
 
-RUNTIME = "_al_adaln"
 LONG = 72  # of a call; behind its names and indentation it still fits a line
 COMPACT = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
 

@@ -47,6 +47,7 @@ from al_deepspeed.patching.values import (
     same,
 )
 
+RUNTIME = "_al_adaln"  # what rewritten modules call the runtime
 NOT_ONE_PLUS = "the norm is multiplied by something that is not 1 + scale"
 
 
@@ -81,10 +82,11 @@ class Found:
     near_misses: list[tuple[cst.BaseExpression, str]] = field(default_factory=list)
 
 
-def find_candidates(frame: Frame) -> Found:
+def find_candidates(frame: Frame, refused: frozenset[cst.BaseExpression] = frozenset()) -> Found:
+    """All candidates but those at `refused` expressions, so that what they had taken up can be found."""
     found = Found()
     for place, root in frame.roots:
-        _visit(frame, place, root, found, set())
+        _visit(frame, place, root, found, set(refused))
     _drop_superseded(found)
     origins = _origins(found)
     _join_residuals(found, origins)
@@ -294,7 +296,7 @@ def is_module_output(value: Value) -> bool:
         if not (isinstance(value, Opaque) and value.called):
             return False
         callee = value.inner[0] if value.inner else None
-        if callee is not None and _is_builtin(callee):
+        if callee is not None and _makes_no_branch(callee):
             return False
         if isinstance(callee, Attribute) and isinstance(callee.base, Read):
             return is_receiver(callee.base)  # otherwise a method of a tensor
@@ -302,8 +304,8 @@ def is_module_output(value: Value) -> bool:
     return False
 
 
-def _is_builtin(callee: Value) -> bool:
-    """A function of Python itself, which makes numbers, not activations."""
+def _makes_no_branch(callee: Value) -> bool:
+    """A function of Python itself, which makes numbers, or of the runtime, which stands for arithmetic."""
     name = callee.frame.module.qualified(callee.node)
     root = callee
     while isinstance(root, Attribute):
@@ -311,4 +313,6 @@ def _is_builtin(callee: Value) -> bool:
     if name is None or not isinstance(root, Global):
         return False
     first = name.partition(".")[0]
+    if root.name == RUNTIME:
+        return True
     return first in sys.stdlib_module_names or (name == first and hasattr(builtins, name))

@@ -7,17 +7,19 @@ that nothing with effects moves (plan.py). What looks like AdaLN and is not prov
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 
-from al_deepspeed.patching.calls import RUNTIME
-from al_deepspeed.patching.candidates import Candidate, find_candidates
+from al_deepspeed.patching.candidates import RUNTIME, Candidate, Found, find_candidates
 from al_deepspeed.patching.evaluate import Evaluator
 from al_deepspeed.patching.flow import Frame
 from al_deepspeed.patching.names import Class, Function, Library, Module, Resolve, method, outlined, parsed
 from al_deepspeed.patching.nodes import children, descend
 from al_deepspeed.patching.norms import Norms
-from al_deepspeed.patching.plan import Edits, plan
+from al_deepspeed.patching.plan import Edits, Planned, plan
 from al_deepspeed.patching.sites import Left, Rewritten, Site
 
 IMPORT = f"from al_deepspeed.patching import runtime as {RUNTIME}"
@@ -45,14 +47,15 @@ def rewrite(
     edits, sites, left = Edits(), [], []
     rewritten: set[cst.FunctionDef] = set()
     for function, name in _functions(tree, module):
+        if _is_rewritten(function.node):
+            continue
         frame = Frame(function, evaluator)
         frame.run()
-        found = find_candidates(frame)
 
         def site_of(candidate: Candidate) -> str | None:
             return f"{file}:{lines[candidate.root]}" if observe else None
 
-        planned = plan(frame, found.candidates, site_of)
+        found, planned = _settled(frame, site_of)
         edits.expressions |= planned.edits.expressions
         edits.statements |= planned.edits.statements
         for candidate in planned.accepted:
@@ -80,6 +83,22 @@ def _function(node: cst.FunctionDef, module: Module, around: Class | Function | 
         shadowed = around.receiver in {parameter.name.value for parameter in node.params.params}
         return Function(node, module, around.owner, None if shadowed else around.receiver)
     return Function(node, module)
+
+
+def _is_rewritten(node: cst.FunctionDef) -> bool:
+    """Whether the function calls the runtime already; what an earlier rewriting left in it stays left."""
+    return any(isinstance(inner, cst.Name) and inner.value == RUNTIME for inner in descend(node))
+
+
+def _settled(frame: Frame, site_of: Callable[[Candidate], str | None]) -> tuple[Found, Planned]:
+    """Candidates and plan, once no candidate is refused any more that had not been before."""
+    refused: dict[cst.BaseExpression, Candidate] = {}
+    while True:
+        found = find_candidates(frame, frozenset(refused))
+        planned = plan(frame, found.candidates, site_of)
+        if not planned.refused:
+            return found, replace(planned, refused=list(refused.values()))
+        refused |= {candidate.root: candidate for candidate in planned.refused}
 
 
 class _Lines:
