@@ -11,8 +11,9 @@ import libcst as cst
 from al_deepspeed.patching.flow import Frame
 from al_deepspeed.patching.helpers import see_through
 from al_deepspeed.patching.names import Class, Function, Library
-from al_deepspeed.patching.nodes import children, descend, names_below
+from al_deepspeed.patching.nodes import children
 from al_deepspeed.patching.norms import Norms, is_role
+from al_deepspeed.patching.scopes import names_in
 from al_deepspeed.patching.values import (
     Attribute,
     Cast,
@@ -107,51 +108,6 @@ class Evaluator:
             return self.is_number(value.left) and self.is_number(value.right)
         return isinstance(value, Scalar)
 
-    def names_in(self, node: cst.CSTNode) -> set[str]:
-        return {name.value for name in names_below(node)}
-
-    def free_names(self, node: cst.FunctionDef | cst.ClassDef) -> set[str]:
-        """What a nested function or class may read of the names around it."""
-        names = {name.value for child in children(node) for name in names_below(child)}
-        if isinstance(node, cst.ClassDef):
-            return names
-        shared = {
-            item.name.value
-            for inner in descend(node)
-            if isinstance(inner, cst.Nonlocal | cst.Global)
-            for item in inner.names
-        }
-        parameters = {inner.name.value for inner in descend(node.params) if isinstance(inner, cst.Param)}
-        defaults = {
-            name.value
-            for inner in descend(node.params)
-            if isinstance(inner, cst.Param) and inner.default is not None
-            for name in names_below(inner.default)
-        }
-        own = parameters | self.names_bound_in(node.body)
-        return (names - own) | shared | defaults | self._names_of_inner(node.body)
-
-    def _names_of_inner(self, body: cst.CSTNode) -> set[str]:
-        """Names read by functions inside the function: to be safe, all of them."""
-        inside = [n for n in descend(body, (cst.FunctionDef, cst.ClassDef)) if isinstance(n, cst.FunctionDef)]
-        return {name.value for inner in inside for name in names_below(inner)}
-
-    def names_bound_in(self, node: cst.CSTNode) -> set[str]:
-        """Names that a statement binds, nested functions left out."""
-        bound: set[str] = set()
-        for inner in descend(node, (cst.FunctionDef, cst.ClassDef, cst.Lambda)):
-            if isinstance(inner, cst.FunctionDef | cst.ClassDef):
-                bound.add(inner.name.value)
-            elif isinstance(
-                inner, cst.AssignTarget | cst.AnnAssign | cst.AugAssign | cst.For | cst.NamedExpr
-            ):
-                bound |= _target_names(inner.target)
-            elif isinstance(inner, cst.AsName):
-                bound |= _target_names(inner.name)
-            elif isinstance(inner, cst.MatchAs | cst.MatchStar) and inner.name is not None:
-                bound.add(inner.name.value)
-        return bound
-
     # Expressions ----------------------------------------------------------------------------------------
 
     def _Name(self, frame: Frame, node: cst.Name) -> Value:
@@ -199,7 +155,7 @@ class Evaluator:
 
     def _other(self, frame: Frame, node: cst.CSTNode) -> Value:
         if isinstance(node, cst.Lambda | cst.BaseComp):
-            names = self.names_in(node)
+            names = names_in(node)
             frame.held_back |= names
             inner = tuple(
                 Read(node, frame, frame.place, frame.names[name]) for name in names if name in frame.names
@@ -423,14 +379,6 @@ class Evaluator:
         """Whether `base.name(...)` calls a method that the base's class defines, not a tensor's."""
         owner = self.class_of(callee.base)
         return owner is not None
-
-
-def _target_names(target: cst.CSTNode) -> set[str]:
-    if isinstance(target, cst.Name):
-        return {target.value}
-    if isinstance(target, cst.Tuple | cst.List):
-        return set().union(*(_target_names(element.value) for element in target.elements))
-    return set()
 
 
 def forward_is_norm(forward: Function, norms: Norms) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import libcst as cst
 
 from al_deepspeed.patching.names import Function
+from al_deepspeed.patching.scopes import free_names, names_bound_in, names_in
 from al_deepspeed.patching.values import Definition, Item, Opaque, Place, Value
 
 
@@ -97,7 +98,7 @@ class Frame:
             if isinstance(extra, cst.Param):
                 self.bind(extra.name.value, None, parameter=True)
         self.block(node.body)
-        by_name = self.evaluator.names_in(node.body) & {"locals", "vars", "eval", "exec"}
+        by_name = names_in(node.body) & {"locals", "vars", "eval", "exec"}
         for definition in self.definitions:
             if by_name or definition.name in self.held_back:
                 definition.read_elsewhere()
@@ -197,11 +198,11 @@ class Frame:
         elif isinstance(node, cst.Try | cst.TryStar):
             self._try(node)
         elif isinstance(node, cst.FunctionDef | cst.ClassDef):
-            self.held_back |= self.evaluator.free_names(node)
+            self.held_back |= free_names(node)
             self.bind(node.name.value, None)
         elif isinstance(node, cst.Match):
             self._root(node.subject)
-            self._branches([case.body for case in node.cases], self.evaluator.names_bound_in(node), True)
+            self._branches([case.body for case in node.cases], names_bound_in(node), True)
 
     def _if(self, node: cst.If) -> None:
         self._root(node.test)
@@ -241,7 +242,7 @@ class Frame:
             self._root(node.iter)
         before = dict(self.names)
         merges = {}
-        for name in sorted(self.evaluator.names_bound_in(node)):
+        for name in sorted(names_bound_in(node)):
             earlier = before.get(name)
             merge = Definition(name, self.place, None, earlier, sources=[earlier] if earlier else [])
             self.definitions.append(merge)
@@ -264,7 +265,7 @@ class Frame:
         self.block(node.body, fixed=True)
         if node.orelse is not None:
             self.block(node.orelse.body, fixed=True)
-        for name in self.evaluator.names_bound_in(node.body):
+        for name in names_bound_in(node.body):
             for definition in self.definitions:
                 if definition.name == name:
                     definition.read_elsewhere()
@@ -272,7 +273,7 @@ class Frame:
         unsure = {**before, **self.names}
         for handler in node.handlers:
             self.names = dict(unsure)
-            for name in self.evaluator.names_bound_in(node.body):
+            for name in names_bound_in(node.body):
                 self.bind(name, None)
             if handler.name is not None:
                 self.bind_target(handler.name.name, None)
