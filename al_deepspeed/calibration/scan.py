@@ -22,7 +22,7 @@ from al_deepspeed.calibration.spread import busy_ms
 from al_deepspeed.calibration.workload import Shape
 from al_deepspeed.errors import CalibrationError
 
-REPEATS_SHARE = 0.025  # of the budget: when a point has taken so long, it is not repeated again
+REPEATS_SHARE = 0.03  # of the budget: when a point has taken so long, it is not repeated again
 SPREAD_SHARE = 0.1  # of the budget is kept for telling ranks apart at the end
 SPREAD_POINTS = 3
 RUNS_A_PROBE = 3.0  # a profiled run, and what lies around it
