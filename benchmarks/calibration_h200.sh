@@ -9,10 +9,10 @@
 # calibration is on disk before the points are checked, and a check that is cut off leaves the points it had.
 #
 # The points, benchmarks/calibration_points_{1.3b,14b}.csv, are micro-batches that a plan for this corpus may run:
-# all its shapes and three that it does not have, batch sizes that are no power of two, from a fifth of M_mem
+# all its shapes and three that it does not have, batch sizes that are no power of two, from an eighth of M_mem
 # (235,000 tokens for the 1.3B model, 52,000 for the 14B layers) to nearly all of it. A plan fills micro-batches up to
 # one cost, so most of them are large. Two are small all the same: the first lies below the floor that the host sets
-# (1.2 s, or 0.36 s), the second just above it.
+# (1.2 s, or 0.36 s, drifting by a tenth within minutes), the second a third to a half above it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=$(mkdir -p "$1" && cd "$1" && pwd)
