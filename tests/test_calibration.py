@@ -84,7 +84,7 @@ def test_a_file_reads_back_as_it_was_written(calibration, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda row: {**row, "schema_version": 99}, "schema_version 99; this version reads 1"),
+        (lambda row: {**row, "schema_version": 99}, "schema_version 99; this version reads 2"),
         (lambda row: {key: row[key] for key in row if key != "schema_version"}, "schema_version None"),
         (lambda row: {key: row[key] for key in row if key != "exponent"}, "key 'exponent' is missing"),
         (lambda row: {**row, "cost": {"form": "cubic"}}, "cost form 'cubic' is unknown"),

@@ -16,7 +16,7 @@ from al_deepspeed.data.files import atomic_path
 from al_deepspeed.errors import AdaptiveLoadError, CalibrationError
 from al_deepspeed.scheduling.cost import CostModel, PowerCost, cost_from_dict, cost_to_dict
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)
