@@ -5,11 +5,13 @@ import pytest
 from corpora import MIX_MEMORY, RELATIVE, WAN, corpus_of, mixed_corpus
 
 from al_deepspeed.errors import PlanError
+from al_deepspeed.scheduling.arrangement import Task
 from al_deepspeed.scheduling.classes import best_classes
 from al_deepspeed.scheduling.constraints import Limits
-from al_deepspeed.scheduling.filling import moves_up
+from al_deepspeed.scheduling.filling import POOL, level_pool, moves_up
 from al_deepspeed.scheduling.metrics import plan_metrics
-from al_deepspeed.scheduling.pieces import spread_evenly
+from al_deepspeed.scheduling.options import PlanOptions
+from al_deepspeed.scheduling.pieces import Pieces, spread_evenly
 from al_deepspeed.scheduling.plan import make_plan
 from al_deepspeed.scheduling.steps import order_micro_steps
 
@@ -95,6 +97,38 @@ def test_shapes_that_cannot_meet_part_unless_the_window_is_short():
     assert apart.share == pytest.approx(np.eye(2), abs=1e-6)
     together = best_classes(tokens, counts, largest, RELATIVE, windows=1, price=0.0, riders=riders)[0]
     assert together.target.tolist() == [10000]
+
+
+def test_micro_batches_come_out_at_whole_steps_by_themselves():
+    # Some 349 at will. The next multiple of 64 is 384, of which three rests, half empty, take 1.5 more.
+    tokens, counts = np.array([10, 30, 70]), np.array([2000, 400, 60])
+    numbers = []
+    for whole in (1, 64):
+        options = {"windows": 8, "price": 0.05, "riders": np.zeros(3, dtype=bool), "whole": whole}
+        classes = best_classes(tokens, counts, counts, RELATIVE, **options)[0]
+        numbers.append((counts[:, None] * classes.share / np.maximum(1, classes.size)).sum())
+    assert numbers[0] == pytest.approx(349, abs=1)
+    assert numbers[1] == pytest.approx(382.5, abs=1)
+
+
+def test_the_pool_is_cut_anew_at_the_lowest_common_cost():
+    # S = 10 and 20 cost 100 and 400 a sample: 3,200 in all, so 800 for each of four is the least there is.
+    corpus = corpus_of({10: 16, 20: 4})
+    task = Task(corpus, corpus.counts(), RELATIVE, Limits(10_000), 4, 1, PlanOptions(), np.random.PCG64(0))
+    columns = ([0, 0, 1, 1], [0, 12, 16, 19], [12, 4, 3, 1], [POOL] * 4)
+    pieces, filler = level_pool(task, Pieces(*map(np.array, columns)), np.zeros(4, dtype=bool))
+    assert task.costs(pieces).tolist() == [800] * 4
+    assert pieces.first.tolist() == [0, 8, 16, 18]
+    assert pieces.size.tolist() == [8, 8, 2, 2]
+    assert not filler.any()
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_an_epoch_of_few_micro_steps_and_many_shapes_is_balanced(accumulation):
+    # About as many micro-steps as shapes, most of which fill less than one.
+    lengths = np.random.default_rng(1).integers(6000, 50_000, 30).tolist()
+    corpus = corpus_of({length: 100 + 20 * place for place, length in enumerate(lengths)})
+    assert metrics_of(corpus, "balanced", 256, accumulation, Limits(120_000))["efficiency"] >= 0.97
 
 
 def test_riders_keep_their_proportion_in_every_class_with_room():

@@ -2,8 +2,8 @@
 
 1. Choose classes of micro-steps, each with a target cost, and divide every shape among them (classes.py).
 2. Cut: in a class with target T a micro-batch has the largest B with cost(B, S) <= T.
-3. Fill: make the micro-batches of each class a multiple of R (filling.py); what is over waits in a pool, with
-   the halves that complete the last step.
+3. Fill: make the micro-batches of each class a multiple of R (filling.py); what is over goes to a pool, with
+   the halves that complete the last step, and is cut anew.
 4. Deal: spread kinds and shapes evenly over the micro-steps of a class, R micro-batches each.
 5. Join G micro-steps to a step so that steps hold nearly equal numbers of tokens (steps.py).
 
@@ -22,6 +22,7 @@ from al_deepspeed.scheduling.filling import (
     divide_samples,
     fill_classes,
     homes_of_rests,
+    level_pool,
     share_with_pool,
 )
 from al_deepspeed.scheduling.pieces import Pieces, spread_evenly
@@ -30,12 +31,13 @@ from al_deepspeed.scheduling.steps import order_micro_steps
 
 FEW_MICRO_STEPS = 500
 RIVALS = 6
+NEARLY_WHOLE = 0.75  # of a micro-step: shares that shift a little make a whole one of it
 
 
 def balanced(task: Task) -> Arrangement:
     """Dual-constraint micro-batches whose sizes are chosen so that different shapes meet a common cost."""
     used = np.flatnonzero(task.counts)
-    choices = choose_classes(task, used)
+    choices = choose_classes(task, used, NEARLY_WHOLE, task.slots)
     pieces, filler, splits = _place(task, used, choices[0])
     if len(pieces) <= FEW_MICRO_STEPS * task.world_size:  # how classes come out whole is a matter of luck
         rivals = [_place(task, used, classes) for classes in choices[1:RIVALS]]
@@ -60,6 +62,7 @@ def _place(task: Task, used: IntArray, classes: Classes) -> tuple[Pieces, np.nda
     """Micro-batches of these classes, R in a row a micro-step; which are fillers; how many were split off."""
     pieces, targets = cut_by_class(task, used, classes)
     pieces, filler, splits = complete(task, fill_classes(task, pieces, targets), POOL)
+    pieces, filler = level_pool(task, pieces, filler)
     if task.options.mixing == "corpus":
         rare = np.zeros(task.corpus.buckets, dtype=bool)
         rare[used[rarer_kinds(task, used)]] = True

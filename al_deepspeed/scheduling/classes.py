@@ -9,9 +9,12 @@ compromise minimises
 and is what the Blahut-Arimoto iteration finds: P(class | shape) ~ q(class) * exp(-W / temperature), where q
 is the share of the samples in each class. Targets that do not pay die out by themselves. Temperature 0 lets
 every shape keep to its best target; a high one gives every class the corpus's own mix.
+
+An epoch takes a multiple of R*G micro-batches. A bonus a micro-batch, off W, makes lower targets more popular
+until their number comes out at one by itself.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,6 +25,7 @@ from al_deepspeed.scheduling.shapes import FloatArray, IntArray
 CANDIDATES = 200
 ITERATIONS = 30
 LEAST_POPULARITY = 1e-12  # so that a bucket with room in one class alone finds it
+BISECTIONS = 12
 TEMPERATURES = 2.0 ** np.arange(-9, 0, 0.5)  # of the mean W: from every shape for itself to all alike
 
 
@@ -54,6 +58,7 @@ def best_classes(
     windows: float,
     price: float,
     riders: np.ndarray,
+    whole: int = 1,
 ) -> list[Classes]:
     """Divisions that cost no more than `price` of the epoch's time over the best, the most mixing first.
 
@@ -64,18 +69,21 @@ def best_classes(
         price: share of the least possible time that may be spent on mixing.
         riders: buckets that keep to the corpus's mix in every class that has room for them, whatever it
             costs.
+        whole: their micro-batches should be a multiple of this, where that costs no more than `price` either.
     """
     largest = np.minimum(largest, counts)
     target = _candidate_targets(tokens, largest, cost, int(min(CANDIDATES, 16 * (1 + windows))))
     fits = np.stack([cost.largest_batch(tokens, value) for value in target], axis=1)
     menu = _Menu(target, np.minimum(largest[:, None], fits), counts, riders)
     mean_time = float(menu.time.min(axis=1) @ counts / counts.sum())
-    divided = [_divide(menu, mean_time * temperature, windows) for temperature in TEMPERATURES.tolist()]
+    temperatures = (mean_time * TEMPERATURES).tolist()
+    divided = [_divide(menu, temperature, windows) for temperature in temperatures]
     affordable = (1 + price) * min(classes.rank_time for classes in divided)
-    return sorted(
-        (classes for classes in divided if classes.rank_time <= affordable),
-        key=lambda classes: (classes.information, classes.rank_time),
+    chosen = sorted(
+        (pair for pair in zip(divided, temperatures, strict=True) if pair[0].rank_time <= affordable),
+        key=lambda pair: (pair[0].information, pair[0].rank_time),
     )
+    return [_with_whole_steps(menu, classes, temperature, whole, price) for classes, temperature in chosen]
 
 
 @dataclass(frozen=True)
@@ -92,6 +100,26 @@ class _Menu:
         """W: time of a rank that a sample takes, infinite where it does not fit."""
         return np.where(self.size > 0, self.target / np.maximum(self.size, 1), np.inf)
 
+    def only(self, live: IntArray) -> "_Menu":
+        """The menu without the other targets."""
+        return replace(self, target=self.target[live], size=self.size[:, live])
+
+    def micro_batches(self, share: FloatArray) -> FloatArray:
+        """Their number in each class, fractions and all."""
+        return (self.counts[:, None] * share / np.maximum(1, self.size)).sum(axis=0)
+
+    def classes(self, share: FloatArray) -> Classes:
+        """All targets with these shares."""
+        taken = np.where(share > 0, self.time, 0.0) * share
+        return Classes(
+            self.target,
+            self.size,
+            share,
+            float(self.counts @ taken.sum(axis=1)),
+            _information(share, self.counts),
+            self.riders,
+        )
+
 
 def _candidate_targets(tokens: IntArray, largest: IntArray, cost: CostModel, points: int) -> FloatArray:
     """Costs that some micro-batch has; the cost of the longest sample alone is among them."""
@@ -101,31 +129,43 @@ def _candidate_targets(tokens: IntArray, largest: IntArray, cost: CostModel, poi
 
 def _divide(menu: _Menu, temperature: float, windows: float) -> Classes:
     """Divide buckets among classes at one temperature, dropping classes until each has its micro-steps."""
-    time, counts = menu.time, menu.counts
-    live = np.arange(len(menu.target))
-    shelter = int(np.argmax((menu.size > 0).all(axis=0)))  # the lowest target that has room for every bucket
+    shelter = menu.target[np.argmax((menu.size > 0).all(axis=0))]  # the lowest that has room for every bucket
     while True:
-        share = _blahut_arimoto(time[:, live], counts, menu.riders, temperature)
-        micro_batches = (counts[:, None] * share / np.maximum(1, menu.size[:, live])).sum(axis=0)
-        lacking = np.flatnonzero((micro_batches * windows < micro_batches.sum()) & (live != shelter))
+        share = _blahut_arimoto(menu, temperature)
+        micro_batches = menu.micro_batches(share)
+        lacking = np.flatnonzero((micro_batches * windows < micro_batches.sum()) & (menu.target != shelter))
         if len(lacking) == 0:
-            taken = np.where(share > 0, time[:, live], 0.0) * share
-            return Classes(
-                menu.target[live],
-                menu.size[:, live],
-                share,
-                float(counts @ taken.sum(axis=1)),
-                _information(share, counts),
-                menu.riders,
-            )
+            return menu.classes(share)
         weakest = lacking[np.argsort(micro_batches[lacking], kind="stable")]
-        live = np.delete(live, weakest[: -(-len(weakest) // 2)])
+        menu = menu.only(np.delete(np.arange(len(menu.target)), weakest[: -(-len(weakest) // 2)]))
 
 
-def _blahut_arimoto(
-    time: FloatArray, counts: FloatArray, riders: np.ndarray, temperature: float
-) -> FloatArray:
-    """P(class | bucket) after a fixed number of iterations from equal classes."""
+def _with_whole_steps(menu: _Menu, classes: Classes, temperature: float, whole: int, price: float) -> Classes:
+    """The same classes, lower ones more popular: micro-batches at the next multiple, if the price allows.
+
+    Of every bucket one micro-batch is not full, half empty on average: as much is left for them.
+    """
+    menu = replace(menu, target=classes.target, size=classes.size)
+    rests = len(menu.counts) / 2
+    number = menu.micro_batches(classes.share).sum()
+    goal = -(-(number + rests - 1e-6) // whole) * whole - rests
+    low, high = 0.0, float(menu.target.max())
+    for _ in range(BISECTIONS if number + 1 <= goal else 0):
+        bonus = (low + high) / 2
+        enough = menu.micro_batches(_blahut_arimoto(menu, temperature, bonus)).sum() >= goal
+        low, high = (low, bonus) if enough else (bonus, high)
+    raised = menu.classes(_blahut_arimoto(menu, temperature, low))
+    return raised if raised.rank_time <= (1 + price) * classes.rank_time else classes
+
+
+def _blahut_arimoto(menu: _Menu, temperature: float, bonus: float = 0.0) -> FloatArray:
+    """P(class | bucket) after a fixed number of iterations from equal classes.
+
+    Args:
+        bonus: what a micro-batch takes off the time.
+    """
+    counts, riders = menu.counts, menu.riders
+    time = menu.time - bonus / np.maximum(1, menu.size)
     affinity = np.exp((time.min(axis=1, keepdims=True) - time) / temperature)
     affinity[riders] = np.isfinite(time[riders])
     weight = np.where(riders, 0.0, counts) / counts[~riders].sum()
@@ -140,5 +180,5 @@ def _blahut_arimoto(
 def _information(share: FloatArray, counts: IntArray) -> float:
     """Mutual information of bucket and class in bits a sample."""
     weight = counts / counts.sum()
-    ratio = share / (weight @ share)
+    ratio = share / np.maximum(1e-300, weight @ share)
     return float((weight[:, None] * share * np.log2(np.where(share > 0, ratio, 1.0))).sum())

@@ -1,8 +1,8 @@
 """Whole micro-steps: the micro-batches of each class become a multiple of R, at the least waste.
 
-Three means, in this order. Shares shift a little, so that all classes but the largest come out whole. Samples
-that fill no micro-batch go where one is lacking. And what is uneven after that moves to the next class,
-where it has room, or to a pool of halves.
+Four means, in this order. Shares shift a little, so that all classes but the largest come out whole. Samples
+that fill no micro-batch go where one is lacking. What is uneven after that moves to the next class, where it
+has room, or to a pool. And the pool is cut anew, into a whole number, at one common cost.
 """
 
 from dataclasses import replace
@@ -11,12 +11,12 @@ import numpy as np
 
 from al_deepspeed.scheduling.arrangement import Task
 from al_deepspeed.scheduling.classes import LEAST_POPULARITY, Classes
-from al_deepspeed.scheduling.pieces import Pieces, evenly_chosen
+from al_deepspeed.scheduling.pieces import Pieces, concatenate, evenly_chosen, laid_out, places_within
 from al_deepspeed.scheduling.shapes import FloatArray, IntArray
 
 POOL = 0  # the class of what fits no other
 ITERATIONS = 60
-WASTE_OF_HALVES = 0.1  # of the target: halves of odd batch sizes differ
+BISECTIONS = 40
 
 
 def aim_at_whole_micro_steps(classes: Classes, counts: IntArray, ranks: int) -> tuple[Classes, IntArray]:
@@ -96,20 +96,22 @@ def homes_of_rests(
 def fill_classes(task: Task, pieces: Pieces, targets: FloatArray) -> Pieces:
     """Make the micro-batches of each class a multiple of R, at the least waste.
 
-    A class with a few too many sends them to the pool, in halves. Otherwise the dearest of a class move up to
-    the next. What is too much in the last class that may stay uneven goes to the pool too.
+    A class with a few too many sends them to the pool. Otherwise the dearest of a class move up to the next.
+    What is too much in the last class that may stay uneven goes to the pool too.
     """
     home = pieces.home.copy()
     ranks, classes = task.world_size, range(1, len(targets) + 1)
     for number in classes:
         members = np.flatnonzero(home == number)
         surplus = len(members) % ranks
-        splittable = members[pieces.size[members] > 1]
-        if surplus <= min(len(splittable), ranks / 4):
-            home[evenly_chosen(splittable, surplus)] = POOL
-    numbers = np.bincount(home, minlength=len(targets) + 1)[1:]
-    unsplittable = np.bincount(home, weights=pieces.size == 1, minlength=len(targets) + 1)[1:]
-    price = targets * (WASTE_OF_HALVES + unsplittable / np.maximum(1, numbers))
+        if surplus <= min((pieces.size[members] > 1).sum(), ranks / 4):
+            home[_for_the_pool(task, pieces, members, surplus)] = POOL
+    by_class = [np.flatnonzero(home == number) for number in classes]
+    numbers = np.array([len(members) for members in by_class])
+    price = targets.copy()
+    for number in np.flatnonzero(numbers).tolist():
+        first = _for_the_pool(task, pieces, by_class[number], min(ranks, len(by_class[number])))
+        price[number] *= (1 / pieces.size[first]).mean()
     moves, open_class = moves_up(numbers, targets, price, ranks)
     costs = task.costs(pieces)
     for number in np.flatnonzero(moves).tolist():
@@ -117,17 +119,27 @@ def fill_classes(task: Task, pieces: Pieces, targets: FloatArray) -> Pieces:
         dearest = members[np.argsort(-costs[members], kind="stable")[: moves[number]]]
         home[dearest] = number + 2
     members = np.flatnonzero(home == open_class + 1)
-    home[evenly_chosen(members, len(members) % ranks)] = POOL
+    home[_for_the_pool(task, pieces, members, len(members) % ranks)] = POOL
     return replace(pieces, home=home)
+
+
+def _for_the_pool(task: Task, pieces: Pieces, members: IntArray, number: int) -> IntArray:
+    """Which members of a class go there: those that can be cut most finely, or by the corpus's mix any that
+    can be cut.
+    """
+    if task.options.mixing == "free":
+        return members[np.argsort(-pieces.size[members], kind="stable")[:number]]
+    splittable = members[pieces.size[members] > 1]
+    return evenly_chosen(splittable if len(splittable) >= number else members, number)
 
 
 def moves_up(numbers: IntArray, targets: FloatArray, price: FloatArray, ranks: int) -> tuple[IntArray, int]:
     """How many micro-batches each class hands to the next, and which class alone may end up uneven.
 
     Below the open class, each hands on what it has over a multiple of R; above it, each asks the class
-    below for what it lacks. A moved micro-batch wastes the step between the targets. In the open class,
-    what is over joins halves of micro-batches, at a price a place that is left to them. The open class is
-    the one that makes the waste least.
+    below for what it lacks. A moved micro-batch wastes the step between the targets. What is over in the open
+    class joins the pool, at a price a place that is left there. The open class is the one that makes the
+    waste least.
     """
     climbs = np.diff(targets)
     best, chosen = np.inf, (np.zeros(len(numbers), dtype=np.int64), 0)
@@ -142,6 +154,44 @@ def moves_up(numbers: IntArray, targets: FloatArray, price: FloatArray, ranks: i
         if over >= 0 and waste < best:
             best, chosen = waste, (moves[1:], open_class)
     return chosen
+
+
+def level_pool(task: Task, pieces: Pieces, filler: np.ndarray) -> tuple[Pieces, np.ndarray]:
+    """Cut what is in the pool anew, into as many micro-batches as it had, at the lowest common cost.
+
+    Returns:
+        the micro-batches, and which of them are fillers.
+    """
+    pooled = (pieces.home == POOL) & ~filler
+    pool = pieces.take(pooled)
+    if len(pool) == 0 or task.options.max_variants is not None:
+        return pieces, filler
+    bucket, place = np.unique(pool.bucket, return_inverse=True)
+    count = np.bincount(place, weights=pool.size).astype(np.int64)
+    most = np.zeros(len(bucket), dtype=np.int64)
+    np.maximum.at(most, place, pool.size)
+    number = _level(task, task.corpus.tokens[bucket], count, most, len(pool))
+    bucket, count, number = (np.repeat(column, number) for column in (bucket, count, number))
+    size = count // number + (places_within(bucket) < count % number)
+    pool = Pieces(bucket, np.zeros_like(bucket), size, np.full(len(bucket), POOL))
+    real = laid_out(concatenate([pool, pieces.take(~pooled & ~filler)]), task.starts)
+    return concatenate([real, pieces.take(filler)]), np.sort(filler)
+
+
+def _level(task: Task, tokens: IntArray, count: IntArray, most: IntArray, places: int) -> IntArray:
+    """How many micro-batches of at most `most` samples each bucket is cut into, so many `places` in all."""
+    low, high = 0.0, float(task.cost.cost(most, tokens).max())
+    number = -(-count // most)
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        size = np.minimum(most, task.cost.largest_batch(tokens, middle))
+        fits = size.min() > 0 and (-(-count // size)).sum() <= places
+        low, high = (low, middle) if fits else (middle, high)
+        number = -(-count // size) if fits else number
+    for _ in range(places - number.sum()):
+        costs = np.where(number < count, task.cost.cost(-(-count // number), tokens), 0.0)
+        number[np.argmax(costs)] += 1
+    return number
 
 
 def share_with_pool(

@@ -158,3 +158,14 @@ def split(pieces: Pieces, extra: int, home: int | None = None) -> tuple[Pieces, 
         made += number
         source = None
     return pieces, made
+
+
+def laid_out(pieces: Pieces, starts: IntArray) -> Pieces:
+    """The same buckets and sizes, as runs that lie one after the other from the start of each bucket on."""
+    order = np.argsort(pieces.bucket, kind="stable")
+    bucket, size = pieces.bucket[order], pieces.size[order]
+    numbers = np.bincount(bucket, minlength=len(starts))
+    before = np.append(0, np.cumsum(size))
+    first = np.empty_like(pieces.first)
+    first[order] = before[:-1] + (starts - before[np.cumsum(numbers) - numbers])[bucket]
+    return replace(pieces, first=first)
