@@ -140,6 +140,12 @@ SCHEDULES = {
 }
 
 
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, list) and all(
+        isinstance(value, (int, float)) and not isinstance(value, bool) for value in values
+    )
+
+
 class CurriculumMetric(BaseModel):
     """One metric of DeepSpeed's `curriculum_metrics`; its keys for index files are not needed here."""
 
@@ -158,6 +164,16 @@ class CurriculumMetric(BaseModel):
             raise ValueError(
                 f"has schedule_type {self.schedule_type!r} and lacks {', '.join(missing)} in schedule_config"
             )
+        if self.min_difficulty > self.max_difficulty:
+            raise ValueError(
+                f"has min_difficulty {self.min_difficulty} above max_difficulty {self.max_difficulty}"
+            )
+        takes_lists = self.schedule_type == "fixed_discrete"
+        for key in SCHEDULES[self.schedule_type]:
+            value = self.schedule_config[key]
+            if not (_are_numbers(value) if takes_lists else _are_numbers([value]) and value > 0):
+                allowed = "a list of numbers" if takes_lists else "a number above 0"
+                raise ValueError(f"has {key} {value!r} in schedule_config; allowed: {allowed}")
         if self.schedule_type == "fixed_discrete":
             levels, changes = (len(self.schedule_config[key]) for key in SCHEDULES["fixed_discrete"])
             if changes < 1 or levels != changes + 1:

@@ -21,6 +21,10 @@ class PlanError(AdaptiveLoadError):
     """A plan cannot be made, or a saved position does not belong to this plan."""
 
 
+class TooFewForAStep(PlanError):
+    """With tail "drop", the samples do not fill one step."""
+
+
 class CalibrationError(AdaptiveLoadError):
     """A scan or a calibration file cannot be used."""
 

@@ -43,6 +43,12 @@ CURRICULUM = {
 }
 
 
+def curriculum_of(**changes) -> dict:
+    """A ds_config with CURRICULUM, its metric changed."""
+    metric = {**CURRICULUM["curriculum_metrics"]["seqlen"], **changes}
+    return ds_config(curriculum={"enabled": True, "curriculum_metrics": {"seqlen": metric}})
+
+
 def test_reads_what_is_given():
     settings = read_config(ds_config(sampling={"num_workers": 4}, fused_adaln={"enabled": True}))
     assert settings.batching.manifest == "m.parquet"
@@ -150,6 +156,22 @@ FAULTS = {
             }
         ),
         ["curriculum_metrics.seqlen.schedule_type is 'fixed_lin'", "'fixed_linear'"],
+    ),
+    "curriculum step of nothing": (
+        curriculum_of(schedule_config={"total_curriculum_step": 0, "difficulty_step": 8}),
+        ["curriculum_metrics.seqlen", "total_curriculum_step 0", "above 0"],
+    ),
+    "curriculum step in words": (
+        curriculum_of(schedule_config={"total_curriculum_step": "10", "difficulty_step": 8}),
+        ["total_curriculum_step '10'", "a number above 0"],
+    ),
+    "curriculum level alone": (
+        curriculum_of(schedule_type="fixed_discrete", schedule_config={"difficulty": 5, "max_step": 3}),
+        ["difficulty 5", "a list of numbers"],
+    ),
+    "curriculum that falls": (
+        curriculum_of(min_difficulty=200, max_difficulty=100),
+        ["min_difficulty 200 above max_difficulty 100"],
     ),
 }
 

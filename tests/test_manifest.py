@@ -117,6 +117,10 @@ CSV = {
     "words": ("latent_frames,latent_height,latent_width\n1,two,2\n", "latent_height is 'two' in row 0"),
     "huge": ("latent_frames,latent_height,latent_width\n1,2,2000000\n", "latent_width is 2000000"),
     "column": ("frames,height,width\n1,2,2\n", "latent_frames, latent_height, latent_width missing"),
+    "twice": (
+        "latent_frames,latent_height,latent_width,latent_frames\n1,2,2,1\n",
+        r"latent_frames stand there more than once",
+    ),
     "no rows": ("latent_frames,latent_height,latent_width\n", "no rows"),
     "no file": (None, "no such manifest"),
     "nothing": ("", "cannot be read as a table"),

@@ -267,3 +267,17 @@ def test_lr_factors_follow_the_steps_of_the_plan():
     factors = sampler.lr_factors("linear")
     assert len(factors) == sampler.plan.steps
     assert factors.mean() == pytest.approx(1)
+
+
+def test_with_tail_drop_a_new_world_drops_what_fills_no_step_of_its_own():
+    """60 pictures, one a micro-batch: 30 micro-steps of two ranks. Four are left where eight ranks need eight."""
+    corpus = corpus_of({16: 60})
+    options = {"corpus": corpus, "cost": RELATIVE, "limits": Limits(16, 1e4), "tail": "drop"}
+    two = samplers(2, **options)
+    assert len(two[0]) == 30
+    train(two, 28)
+    eight = samplers(8, **options)
+    for sampler in eight:
+        sampler.load_state_dict(saved(two))
+    assert [(sampler.epoch, len(sampler)) for sampler in eight] == [(1, 7)] * 8
+    assert len(set(train(eight, 7))) == 56

@@ -10,6 +10,7 @@ from launching import LAUNCHED, launch
 
 from al_deepspeed.telemetry import read_telemetry
 
+pytestmark = pytest.mark.timeout(900)  # the first test waits for three launches
 STAGES = (1, 2, 3)
 LIVES = {1: (2, 2), 2: (1, 3), 3: (3, 1)}  # R and G of each
 

@@ -121,6 +121,9 @@ def write_manifest(path: str | Path, table: pa.Table, info: dict[str, Any]) -> M
 
 def complete_table(table: pa.Table, where: str) -> pa.Table:
     """Check the rows, make up absent columns, and make every column one chunk of its usual type."""
+    twice = {name for name in table.column_names if table.column_names.count(name) > 1}
+    if twice:
+        raise CorpusError(f"{where}: column(s) {', '.join(sorted(twice))} stand there more than once.")
     missing = [name for name in SIZES if name not in table.column_names]
     if missing:
         raise CorpusError(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from al_deepspeed.errors import PlanError
+from al_deepspeed.errors import TooFewForAStep
 from al_deepspeed.scheduling.constraints import Limits, cap_variants
 from al_deepspeed.scheduling.cost import CostModel
 from al_deepspeed.scheduling.options import PlanOptions
@@ -82,7 +82,7 @@ def complete(task: Task, pieces: Pieces, home: int | None = None) -> tuple[Piece
     if task.options.tail == "drop":
         surplus = len(pieces) % task.slots
         if surplus == len(pieces):
-            raise PlanError(
+            raise TooFewForAStep(
                 f"{len(pieces)} micro-batches do not fill one step of {task.slots} (world size x "
                 f"accumulation) "
                 'and "tail" is "drop". Use "split", fewer ranks, or more data.'

@@ -13,6 +13,8 @@ from al_deepspeed.errors import PlanError
 from al_deepspeed.scheduling.cost import CostModel, PowerCost
 from al_deepspeed.scheduling.shapes import Corpus, IntArray
 
+MOST_TOKENS = 1 << 53
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -29,9 +31,10 @@ class Limits:
     exponent: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.max_tokens >= 1:
+        if not 1 <= self.max_tokens <= MOST_TOKENS:
             raise PlanError(
-                f"max_tokens is {self.max_tokens}; it must be at least 1. Give M_mem, B*S in tokens."
+                f"max_tokens is {self.max_tokens}; it must be from 1 to {MOST_TOKENS}. Give M_mem, B*S in "
+                "tokens."
             )
         if self.max_cost is not None and not 0 < self.max_cost < float("inf"):
             raise PlanError(

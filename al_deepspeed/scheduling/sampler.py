@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from al_deepspeed.errors import PlanError
+from al_deepspeed.errors import PlanError, TooFewForAStep
 from al_deepspeed.scheduling.constraints import Limits
 from al_deepspeed.scheduling.cost import CostModel, cost_to_dict
 from al_deepspeed.scheduling.curriculum import Schedule
@@ -73,7 +73,13 @@ class PlanSampler:
     def plan(self) -> Plan:
         """The plan of the current part of the current epoch."""
         if self._plan is None:
-            self._plan = self._make_plan()
+            try:
+                self._plan = self._make_plan()
+            except TooFewForAStep:
+                if not self._earlier_parts:
+                    raise
+                self._begin_next_epoch(self._steps_before_part())  # what this epoch has left is dropped
+                self._plan = self._make_plan()
         return self._plan
 
     def __len__(self) -> int:
@@ -99,9 +105,11 @@ class PlanSampler:
             )
         self.position += micro_steps
         if self.position == self.plan.micro_steps:
-            steps = self._steps_before_part() + self.plan.steps
-            self.set_epoch(self.epoch + 1)
-            self._steps_before_epoch = steps
+            self._begin_next_epoch(self._steps_before_part() + self.plan.steps)
+
+    def _begin_next_epoch(self, steps_before: int) -> None:
+        self.set_epoch(self.epoch + 1)
+        self._steps_before_epoch = steps_before
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch."""
@@ -164,6 +172,8 @@ class PlanSampler:
         if parts[-1][:2] == (self.world_size, self.accumulation):
             self.position = parts.pop()[2]
         self._earlier_parts = [part for part in parts if part[2] > 0]
+        if self._earlier_parts and self.options.tail == "drop":
+            _ = self.plan  # which may be the next epoch's
 
     @staticmethod
     def _check(name: str, saved: str, current: str, reason: str) -> None:
