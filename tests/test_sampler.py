@@ -270,7 +270,7 @@ def test_lr_factors_follow_the_steps_of_the_plan():
 
 
 def test_with_tail_drop_a_new_world_drops_what_fills_no_step_of_its_own():
-    """60 pictures, one a micro-batch: 30 micro-steps of two ranks. Four are left where eight ranks need eight."""
+    """60 pictures, one a micro-batch: 30 micro-steps of two ranks; four are left where eight are needed."""
     corpus = corpus_of({16: 60})
     options = {"corpus": corpus, "cost": RELATIVE, "limits": Limits(16, 1e4), "tail": "drop"}
     two = samplers(2, **options)
