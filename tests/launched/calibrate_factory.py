@@ -1,5 +1,6 @@
 """A factory for `al_deepspeed.calibration`: a toy or the trainer's model, and what can go wrong on one rank.
 
+Every forward sleeps half a millisecond a token: models as small as these take as long for larger batches.
 `--trainer=WORDS` takes the trainer's factory with these options in place of the toy.
 `--slow SECONDS` makes the last rank sleep in each forward; `--fail-above LOAD` makes an allocation on the
 last rank fail where B*S is above it; `--die-after N` kills every rank after its N-th forward.
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from tiny import CHANNELS, TEXT_LENGTH, TEXT_WIDTH, Toy, sample_losses
 
 from al_deepspeed.scheduling.shapes import latent_tokens
+
+WORK_S_A_TOKEN = 5e-4
 
 
 def factory(arguments, ds_config):
@@ -42,9 +45,8 @@ def factory(arguments, ds_config):
             forwards += 1
             if options.die_after and forwards > options.die_after:
                 os._exit(9)
-            if last and options.slow:
-                time.sleep(options.slow)
             load = batch_size * latent_tokens(*shape)
+            time.sleep(WORK_S_A_TOKEN * load + (options.slow if last else 0.0))
             if last and options.fail_above and load > options.fail_above:
                 raise torch.OutOfMemoryError(f"simulated at B*S = {load}")
             return loss(engine, batch)
