@@ -146,7 +146,7 @@ REFUSED = {
     "training_data": ("ConfigError", "training_data was given"),
     "no shards": ("CorpusError", "lists shapes without shards"),
     "calibration missing": ("CalibrationError", "calibration is 'absent.json'"),
-    "drop leaves nothing": ("PlanError", 'Use "split"'),
+    "drop leaves nothing": ("TooFewForAStep", 'Use "split"'),
     "micro-batch 4": ("ConfigError", "train_micro_batch_size_per_gpu is 4"),
     "collate to a list": ("ConfigError", "collate_fn returned a list"),
     "fingerprint changed": ("PlanError", "belongs to manifest fingerprint"),
