@@ -20,6 +20,7 @@ from al_deepspeed.patching.values import (
     Definition,
     DType,
     Global,
+    Held,
     Normed,
     OnePlus,
     Opaque,
@@ -266,18 +267,23 @@ class Evaluator:
         found = self._called_function(frame, node, callee)
         if found is None or self.depth > 4:
             return None
-        function, receiver = found
+        function, receiver, holder = found
+        held = None
+        if holder is not None:
+            held = Held(holder, function.module.name, f"{function.owner.name}.{function.node.name.value}")
         self.depth += 1
         try:
-            return see_through(self, frame, node, function, receiver, arguments)
+            return see_through(self, frame, node, function, receiver, arguments, held)
         finally:
             self.depth -= 1
 
-    def _called_function(self, frame: Frame, node: cst.Call, callee) -> tuple[Function, Value | None] | None:
-        """The function whose source is known, and what its `self` is."""
+    def _called_function(
+        self, frame: Frame, node: cst.Call, callee
+    ) -> tuple[Function, Value | None, Value | None] | None:
+        """The function whose source is known, its `self`, and the object that it was found through."""
         if isinstance(callee, Global):
             function = frame.module.find_function(node.func)
-            return None if function is None else (function, None)
+            return None if function is None else (function, None, None)
         if not isinstance(callee, Attribute):
             return None
         owner = self.class_of(callee.base)
@@ -287,14 +293,14 @@ class Evaluator:
                 return None
             if method is not None:
                 if "staticmethod" in method.decorators:
-                    return method, None
-                return None if "classmethod" in method.decorators else (method, callee.base)
+                    return method, None, callee.base
+                return None if "classmethod" in method.decorators else (method, callee.base, callee.base)
             held = self.norms.attribute_class(owner, callee.name)  # a module: its forward
             forward = held.method("forward") if held is not None else None
-            return None if forward is None else (forward, callee)
+            return None if forward is None else (forward, callee, callee)
         if not self._is_local(callee):
             function = frame.module.find_function(node.func)
-            return None if function is None else (function, None)
+            return None if function is None else (function, None, None)
         return None
 
     def _is_overridden(self, owner: Class, name: str) -> bool:

@@ -116,7 +116,8 @@ def _as_function(module: ModuleType, call: ast.Call):
     first = operands[0 if call.func.attr == "gated_residual" else 1]
     bound = {one.arg for node in ast.walk(call) if isinstance(node, ast.Lambda) for one in node.args.args}
     names = vars(module) | {RUNTIME: runtime}
-    keywords = [ast.keyword(one.arg, one.value) for one in call.keywords]
+    kept = [one for one in call.keywords if one.arg not in ("helpers", "otherwise")]
+    keywords = [ast.keyword(one.arg, one.value) for one in kept]
     free = {
         node.id
         for one in keywords

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from al_deepspeed.ops import gated_residual as fused_gated_residual
+from al_deepspeed.patching.as_read import are_as_read
 from al_deepspeed.patching.broadcasting import Fitted, fit
 from al_deepspeed.patching.prepared import (
     is_free,
@@ -46,6 +47,7 @@ __all__ = [
 Tensor = torch.Tensor
 DTypeLike = torch.dtype | str | None
 Checker = Callable[[str, Callable, Callable, tuple], Any]
+Helpers = tuple[tuple[Any, str, str], ...]
 
 
 @dataclass
@@ -73,6 +75,8 @@ def adaln(
     out_dtype: DTypeLike = None,
     norm_dtype: DTypeLike = None,
     in_dtype: DTypeLike = None,
+    helpers: Helpers = (),
+    otherwise: Callable | None = None,
     site: str | None = None,
     original: Callable | None = None,
 ) -> Tensor:
@@ -81,6 +85,8 @@ def adaln(
     Args:
         out_dtype, norm_dtype, in_dtype: what the result, the norm's output or its input was cast to; without
             any the result has the dtype that the expression has. A name ("float32") or a torch dtype.
+        helpers, otherwise: methods and modules whose source the call was read from (as_read.py), and the
+            expression with their calls, for when one of them is another by now.
     """
 
     def fused(norm, x, shift=None, scale=None):
@@ -88,6 +94,8 @@ def adaln(
         return _adaln(norm, x, shift, scale, casts)
 
     operands = (norm, x, *_given(shift, scale))
+    if not are_as_read(helpers):
+        return otherwise(*operands)
     if original is not None and _checking.checker is not None:
         return _checking.checker(site, original, fused, operands)
     return fused(*operands)
@@ -105,6 +113,8 @@ def residual_adaln(
     out_dtype: DTypeLike = None,
     norm_dtype: DTypeLike = None,
     in_dtype: DTypeLike = None,
+    helpers: Helpers = (),
+    otherwise: Callable | None = None,
     site: str | None = None,
     original: Callable | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -123,6 +133,8 @@ def residual_adaln(
         return _residual_adaln(norm, residual, branch, gate, shift, scale, sum_dtype, casts)
 
     operands = (norm, residual, branch, *_given(gate, shift, scale))
+    if not are_as_read(helpers):
+        return otherwise(*operands)
     if original is not None and _checking.checker is not None:
         return _checking.checker(site, original, fused, operands)
     return fused(*operands)
@@ -134,6 +146,8 @@ def gated_residual(
     gate: Tensor,
     *,
     residual_dtype: DTypeLike = None,
+    helpers: Helpers = (),
+    otherwise: Callable | None = None,
     site: str | None = None,
     original: Callable | None = None,
 ) -> Tensor:
@@ -146,6 +160,8 @@ def gated_residual(
             residual, branch, gate, dtype_of(residual_dtype) or promoted(residual, branch, gate)
         )
 
+    if not are_as_read(helpers):
+        return otherwise(residual, branch, gate)
     if original is not None and _checking.checker is not None:
         return _checking.checker(site, original, fused, (residual, branch, gate))
     return fused(residual, branch, gate)

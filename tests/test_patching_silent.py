@@ -1,0 +1,170 @@
+"""Code that could be patched wrong without a word: patched equals unpatched, to the value."""
+
+import copy
+import importlib
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from al_deepspeed.patching import on_disk
+from al_deepspeed.patching.in_memory import patch_model, unpatch
+
+HEAD = """\
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Base(nn.Module):
+    def __init__(self, features=8):
+        super().__init__()
+        self.norm = nn.LayerNorm(features)
+        self.mlp = nn.Linear(features, features)
+        self.lin = nn.Linear(features, 3 * features)
+"""
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Imports the files of one folder anew, and takes them out again at the end."""
+    names = set()
+
+    def build(files: dict[str, str], patched: bool):
+        folder = tmp_path / ("patched" if patched else "original")
+        folder.mkdir()
+        for name, text in files.items():
+            (folder / f"{name}.py").write_text(HEAD + "\n\n" + textwrap.dedent(text))
+        if patched:
+            on_disk.apply(folder)
+        for name in files:
+            sys.modules.pop(name, None)
+        names.update(files)
+        sys.path.insert(0, str(folder))
+        try:
+            importlib.invalidate_caches()
+            return {name: importlib.import_module(name) for name in files}
+        finally:
+            sys.path.remove(str(folder))
+
+    yield build
+    unpatch()
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def outcome(model):
+    """The output and the gradient of x, as they come out for fixed numbers."""
+    draws = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 5, 8, generator=draws).requires_grad_()
+    modulations = torch.randn(3, 2, 1, 8, generator=draws)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        y = model(x, *modulations)
+    y.square().sum().backward()
+    return y.detach(), x.grad
+
+
+def filled(model):
+    draws = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=draws) / 2)
+    return model
+
+
+MODULATE = """
+    class Block(Base):
+        def modulate(self, x, shift, scale):
+            return x * (1 + scale) + shift
+
+        def forward(self, x, gate, shift, scale):
+            y = gate * self.mlp(x)
+            x = x + y
+            return self.modulate(self.norm(x), shift, scale=scale)
+"""
+MODULE = """
+    class Modulation(nn.Module):
+        def forward(self, x, shift, scale):
+            return x * (1 + scale) + shift
+
+    class Tanh(nn.Module):
+        def forward(self, x, shift, scale):
+            return x * (1 + torch.tanh(scale)) + shift
+
+    class Block(Base):
+        def __init__(self):
+            super().__init__()
+            self.mod = Modulation()
+
+        def forward(self, x, gate, shift, scale):
+            return self.mod(self.norm(x), shift, scale)
+"""
+FORK = """
+    import base
+
+    class Block(base.Block):  # the same name as its base
+        def modulate(self, x, shift, scale):
+            return x * scale + shift
+"""
+
+
+def hooked(block):
+    block.mod.register_forward_hook(lambda module, given, found: found * 2)
+    return block
+
+
+def held_otherwise(modules):
+    block = modules["base"].Block()
+    block.mod = modules["base"].Tanh()
+    return block
+
+
+def on_the_instance(modules):
+    block = modules["base"].Block()
+    block.modulate = lambda x, shift, scale: x * scale + shift
+    return block
+
+
+def replaced(modules):
+    modules["base"].Block.modulate = staticmethod(lambda x, shift, scale: x * scale + shift)
+    return modules["base"].Block()
+
+
+HELPERS = {
+    "as it is": ({"base": MODULATE}, lambda modules: modules["base"].Block()),
+    "overridden elsewhere": ({"base": MODULATE, "fork": FORK}, lambda modules: modules["fork"].Block()),
+    "set on the instance": ({"base": MODULATE}, on_the_instance),
+    "replaced on the class": ({"base": MODULATE}, replaced),
+    "a module": ({"base": MODULE}, lambda modules: modules["base"].Block()),
+    "another module": ({"base": MODULE}, held_otherwise),
+    "a module with a hook": ({"base": MODULE}, lambda modules: hooked(modules["base"].Block())),
+}
+
+
+@pytest.mark.parametrize("case", HELPERS)
+@pytest.mark.parametrize("way", ["disk", "memory"])
+def test_a_helper_that_is_another_at_run_time_runs_itself(load, case, way):
+    files, make = HELPERS[case]
+    model = filled(make(load(files, patched=False)))
+    expected = outcome(model)
+    if way == "disk":
+        model = filled(make(load(files, patched=True)))
+    else:
+        assert patch_model(model).count == ("self.mod(" not in files["base"])
+    torch.testing.assert_close(outcome(model), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_a_helper_as_it_was_read_runs_the_op_also_compiled(load, monkeypatch):
+    from al_deepspeed.patching import runtime
+
+    model = filled(HELPERS["as it is"][1](load({"base": MODULATE}, patched=True)))
+    expected = outcome(model)
+    calls = []
+    run = runtime._residual_adaln
+    monkeypatch.setattr(runtime, "_residual_adaln", lambda *given: calls.append(1) or run(*given))
+    outcome(model)
+    assert calls
+    runtime.prepare(model.norm)
+    compiled = torch.compile(copy.deepcopy(model), backend="eager", fullgraph=True)
+    torch.testing.assert_close(outcome(compiled), expected, rtol=2e-5, atol=2e-5)
