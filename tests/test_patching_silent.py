@@ -7,6 +7,9 @@ import textwrap
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils.parametrize import register_parametrization
 
 from al_deepspeed.patching import on_disk
 from al_deepspeed.patching.in_memory import patch_model, unpatch
@@ -168,3 +171,72 @@ def test_a_helper_as_it_was_read_runs_the_op_also_compiled(load, monkeypatch):
     runtime.prepare(model.norm)
     compiled = torch.compile(copy.deepcopy(model), backend="eager", fullgraph=True)
     torch.testing.assert_close(outcome(compiled), expected, rtol=2e-5, atol=2e-5)
+
+
+# A norm that changes after it was recognised ---------------------------------------------------------------
+
+PLAIN = """
+    class Norm(nn.LayerNorm):
+        def forward(self, x):
+            weight, bias = self.weight.float(), self.bias.float()
+            return F.layer_norm(x.float(), (8,), weight, bias, self.eps).to(self.weight.dtype)
+
+    class Block(Base):
+        def forward(self, x, gate, shift, scale):
+            return self.norm(x) * (1 + scale) + shift
+"""
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def tripled(self, x):
+    return 3 * x
+
+
+def own_norm(block, modules):
+    block.norm = modules["base"].Norm(8)
+
+
+CHANGES = {
+    "eps": lambda block, modules: setattr(block.norm, "eps", 0.5),
+    "parametrization": lambda block, modules: register_parametrization(block.norm, "weight", Doubled()),
+    "no weight": lambda block, modules: setattr(block.norm, "weight", None),
+    "weight's dtype": lambda block, modules: block.norm.bfloat16(),
+    "class": lambda block, modules: setattr(modules["base"].Norm, "forward", tripled),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_norm_that_changed_since_it_was_recognised_runs_as_it_is(load, change):
+    modules = load({"base": PLAIN}, patched=False)
+    models = [modules["base"].Block() for _ in range(2)]
+    for model in models:
+        if change in ("weight's dtype", "class"):
+            own_norm(model, modules)
+        filled(model)
+    assert patch_model(models[0]).count == 1
+    first = outcome(models[0])
+    for model in models:
+        CHANGES[change](model, modules)
+    found = outcome(models[0])
+    unpatch()
+    expected = outcome(models[1])
+    tolerance = 2e-2 if change == "weight's dtype" else 2e-5  # bf16
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    if change != "weight's dtype":
+        assert not torch.allclose(first[0], found[0], atol=1e-2)
+
+
+def test_hooks_on_all_modules_see_the_norm(load):
+    model = filled(load({"base": PLAIN}, patched=False)["base"].Block())
+    assert patch_model(model).count == 1
+    seen = []
+    handle = register_module_forward_hook(lambda module, given, found: seen.append(module))
+    try:
+        outcome(model)
+    finally:
+        handle.remove()
+    assert model.norm in seen
