@@ -240,3 +240,49 @@ def test_hooks_on_all_modules_see_the_norm(load):
     finally:
         handle.remove()
     assert model.norm in seen
+
+
+# Changes between the steps ---------------------------------------------------------------------------------
+
+CHANGED = {
+    "inplace": ["h = x + gate * self.mlp(x)", "F.relu(h, inplace=True)", "n = self.norm(h)"],
+    "positional inplace": ["h = x + gate * self.mlp(x)", "F.relu(h, True)", "n = self.norm(h)"],
+    "dropout": ["h = x.detach().clone()", "n = self.norm(h)", "F.dropout(h, 0.9, True, True)"],
+    "out": ["h = x.detach().clone()", "n = self.norm(h)", "torch.sin(h, out=h)"],
+    "out of the same storage": [
+        "h = x.detach().clone()",
+        "n = self.norm(h)",
+        "torch.sin(h.detach(), out=h.detach())",
+    ],
+    "data": ["h = x.detach().clone()", "n = self.norm(h)", "h.data = h.data * h.data"],
+    "eps": ["n = self.norm(x)", "self.norm.eps = 0.5"],
+    "closure": [
+        "h = x.detach().clone()",
+        "def change():",
+        "    h.mul_(h.clone())",
+        "n = self.norm(h)",
+        "change()",
+    ],
+    "method": ["h = x.detach().clone()", "self.kept = h", "n = self.norm(h)", "self.change()"],
+}
+
+
+KEEPING = """
+    class Block(Base):
+        def change(self):
+            self.kept.mul_(self.kept.clone())
+
+        @torch.no_grad()
+        def forward(self, x, gate, shift, scale):
+"""
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_changes_between_norm_and_modulation_are_seen(load, change):
+    lines = [*CHANGED[change], "y = n * (1 + scale) + shift", "self.norm.eps = 1e-5", "return y"]
+    text = KEEPING + "".join(f"            {line}\n" for line in lines)
+    operands = torch.randn(4, 2, 5, 8, generator=torch.Generator().manual_seed(0))
+    expected, found = (
+        filled(load({"base": text}, patched)["base"].Block())(*operands.clone()) for patched in (False, True)
+    )
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)

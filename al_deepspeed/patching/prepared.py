@@ -30,7 +30,7 @@ def leave(norm: nn.Module) -> None:
 
 
 def is_free(norm) -> bool:
-    """Whether nobody else hooks into the norm or all modules. DeepSpeed's own hooks only gather parameters."""
+    """Whether nobody else hooks into the norm or all modules. DeepSpeed's hooks only gather parameters."""
     if not isinstance(norm, nn.Module):
         return True
     if _has_any_global_hook():
