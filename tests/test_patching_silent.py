@@ -286,3 +286,58 @@ def test_changes_between_norm_and_modulation_are_seen(load, change):
         filled(load({"base": text}, patched)["base"].Block())(*operands.clone()) for patched in (False, True)
     )
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+
+
+# What runs once --------------------------------------------------------------------------------------------
+
+COUNTING = """
+    class Counted(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self.calls = inner, 0
+
+        def forward(self, x):
+            self.calls += 1
+            return self.inner(x)
+
+    def cast_back(n, shift, scale):
+        return (n * (1 + scale) + shift).to(n.dtype)
+
+    def cast_up(n, shift, scale):
+        dtype = n.dtype
+        return (n.float() * (1 + scale) + shift).to(dtype)
+
+    class Block(Base):
+        def __init__(self):
+            super().__init__()
+            self.mlp = Counted(self.mlp)
+
+        def forward(self, x, gate, shift, scale):
+"""
+ONCE = {
+    "dtype of the sum": [
+        "x = x + gate * self.mlp(x)",
+        "return self.norm(x) * (1 + scale.to(x.dtype)) + shift.to(x.dtype)",
+    ],
+    "shape of the sum": [
+        "h = x + gate * self.mlp(x)",
+        "y = self.norm(h) * (1 + scale.expand(h.shape[0], h.size(1), -1)) + shift.to(h)",
+        "return y + h",
+    ],
+    "of the norm's input": ["n = self.norm(self.mlp(x))", "return n * (1 + scale.to(n.dtype)) + shift"],
+    "helper": ["return cast_back(self.norm(self.mlp(x)), shift, scale)"],
+    "helper with casts": ["return cast_up(self.norm(self.mlp(x)), shift, scale)"],
+    "helper of a cast": ["return cast_up(self.norm(self.mlp(x)).double(), shift, scale)"],
+}
+
+
+@pytest.mark.parametrize("case", ONCE)
+def test_branch_and_norm_run_once(load, case):
+    text = COUNTING + "".join(f"            {line}\n" for line in ONCE[case])
+    original = filled(load({"base": text}, patched=False)["base"].Block())
+    expected = outcome(original)
+    patched = filled(load({"base": text}, patched=True)["base"].Block())
+    normed = []
+    patched.norm.register_forward_hook(lambda *given: normed.append(1))  # so it runs as a module
+    torch.testing.assert_close(outcome(patched), expected, rtol=2e-5, atol=2e-5)
+    assert (patched.mlp.calls, len(normed)) == (original.mlp.calls, 1) == (1, 1)

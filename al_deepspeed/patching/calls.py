@@ -22,6 +22,7 @@ from al_deepspeed.patching.values import (
     has_effects,
     meaning,
     same,
+    walk,
 )
 
 LONG = 72  # of a call; behind its names and indentation it still fits a line
@@ -66,6 +67,7 @@ def build_call(candidate: Candidate, renderer: Renderer, site: str | None) -> cs
     if candidate.modulated is not None:
         arguments.append(cst.Arg(_norm(candidate, renderer)))
     given = operands(candidate)
+    renderer.start(*_computed(candidate))
     in_order = _in_source_order(given)
     for name, operand in in_order:
         node = bare(renderer.operand(operand))
@@ -148,6 +150,12 @@ def _dtype(dtype: DType, candidate: Candidate, renderer: Renderer) -> cst.BaseEx
         return renderer.value(dtype.value)
     if reads_new_residual(dtype.value, candidate):
         return cst.SimpleString('"residual"')
+    core = meaning(dtype.value)
+    if candidate.modulated is not None:
+        if core is candidate.modulated.norm:
+            return cst.SimpleString('"normed"')
+        if isinstance(core, Cast) and any(part is candidate.modulated.norm for part in walk(core)):
+            return _dtype(core.dtype, candidate, renderer)
     return cst.Attribute(renderer.value(dtype.value), cst.Name("dtype"))
 
 
@@ -158,6 +166,12 @@ def _norm(candidate: Candidate, renderer: Renderer) -> cst.BaseExpression:
     call = normed.node  # F.layer_norm(x, shape, weight, bias, eps)
     arguments = [a.with_changes(value=renderer.value(normed.frame.values[a.value])) for a in call.args[1:]]
     return cst.Call(cst.Attribute(cst.Name(RUNTIME), cst.Name("LayerNormCall")), arguments)
+
+
+def _computed(candidate: Candidate) -> list[Value]:
+    """What the op computes, which no operand or dtype may compute once more."""
+    found = [] if candidate.residual is None else [candidate.residual.sum]
+    return found if candidate.modulated is None else [*found, candidate.modulated.norm]
 
 
 def _helpers(helpers: list[Held], renderer: Renderer) -> cst.Tuple:
@@ -184,6 +198,7 @@ class Original:
     def __init__(self, candidate: Candidate, renderer: Renderer, helpers: bool = False) -> None:
         self.candidate, self.renderer, self.helpers = candidate, renderer, helpers
         self.names = [(name, operand) for name, operand in operands(candidate)]
+        renderer.start()
 
     def text(self) -> str:
         names = (["norm"] if self.candidate.modulated is not None else []) + [name for name, _ in self.names]

@@ -84,13 +84,14 @@ def adaln(
 
     Args:
         out_dtype, norm_dtype, in_dtype: what the result, the norm's output or its input was cast to; without
-            any the result has the dtype that the expression has. A name ("float32") or a torch dtype.
+            any the result has the dtype that the expression has. A name ("float32") or a torch dtype; for
+            out_dtype also "normed", the dtype of what the norm returned.
         helpers, otherwise: methods and modules whose source the call was read from (as_read.py), and the
             expression with their calls, for when one of them is another by now.
     """
 
     def fused(norm, x, shift=None, scale=None):
-        casts = Casts(dtype_of(out_dtype), dtype_of(norm_dtype), dtype_of(in_dtype))
+        casts = Casts(_out(out_dtype), dtype_of(norm_dtype), dtype_of(in_dtype))
         return _adaln(norm, x, shift, scale, casts)
 
     operands = (norm, x, *_given(shift, scale))
@@ -129,7 +130,8 @@ def residual_adaln(
         if not (isinstance(residual, Tensor) and residual.dim()):
             residual, branch, gate = branch if gate is None else branch * gate, residual, None
         sum_dtype = dtype_of(residual_dtype) or promoted(residual, branch, gate)
-        casts = Casts(*(dtype_of(d, sum_dtype) for d in (out_dtype, norm_dtype, in_dtype)))
+        out = _out(out_dtype, sum_dtype)
+        casts = Casts(out, *(dtype_of(d, sum_dtype) for d in (norm_dtype, in_dtype)))
         return _residual_adaln(norm, residual, branch, gate, shift, scale, sum_dtype, casts)
 
     operands = (norm, residual, branch, *_given(gate, shift, scale))
@@ -189,9 +191,12 @@ def _given(*operands):
 
 @dataclass(frozen=True)
 class Casts:
-    """What y, the norm's output and the norm's input were cast to; None where there was no cast."""
+    """What y, the norm's output and the norm's input were cast to; None where there was no cast.
 
-    out: torch.dtype | None = None
+    out: "normed" stands for the dtype of the norm's output, before any cast.
+    """
+
+    out: torch.dtype | str | None = None
     norm: torch.dtype | None = None
     x: torch.dtype | None = None
 
@@ -200,6 +205,10 @@ def dtype_of(dtype: DTypeLike, residual: torch.dtype | None = None) -> torch.dty
     if isinstance(dtype, str):
         return residual if dtype == "residual" else getattr(torch, dtype)
     return dtype
+
+
+def _out(dtype: DTypeLike, residual: torch.dtype | None = None) -> DTypeLike:
+    return dtype if dtype == "normed" else dtype_of(dtype, residual)
 
 
 def promoted(*operands) -> torch.dtype:
@@ -213,7 +222,7 @@ def promoted(*operands) -> torch.dtype:
 
 def _result_dtype(casts: Casts, normed: torch.dtype, shift, scale) -> torch.dtype:
     if casts.out is not None:
-        return casts.out
+        return normed if casts.out == "normed" else casts.out
     dtype = normed if casts.norm is None else casts.norm
     for operand in (scale, shift):
         if isinstance(operand, Tensor) and operand.dim() > 0:
@@ -272,10 +281,12 @@ def _eager_sum(residual, branch, gate, dtype: torch.dtype) -> Tensor:
 
 
 def _eager_adaln(norm, x, shift, scale, casts: Casts) -> Tensor:
-    y = _cast(norm(_cast(x, casts.x)), casts.norm)
+    y = norm(_cast(x, casts.x))
+    out = y.dtype if casts.out == "normed" else casts.out
+    y = _cast(y, casts.norm)
     y = y if scale is None else y * (1 + scale)
     y = y if shift is None else y + shift
-    return _cast(y, casts.out)
+    return _cast(y, out)
 
 
 def _cast(value, dtype: torch.dtype | None):
