@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils.parametrize import register_parametrization
 
-from al_deepspeed.patching import on_disk
+from al_deepspeed.patching import on_disk, runtime
 from al_deepspeed.patching.in_memory import patch_model, unpatch
 
 HEAD = """\
@@ -159,8 +159,6 @@ def test_a_helper_that_is_another_at_run_time_runs_itself(load, case, way):
 
 
 def test_a_helper_as_it_was_read_runs_the_op_also_compiled(load, monkeypatch):
-    from al_deepspeed.patching import runtime
-
     model = filled(HELPERS["as it is"][1](load({"base": MODULATE}, patched=True)))
     expected = outcome(model)
     calls = []
@@ -341,3 +339,32 @@ def test_branch_and_norm_run_once(load, case):
     patched.norm.register_forward_hook(lambda *given: normed.append(1))  # so it runs as a module
     torch.testing.assert_close(outcome(patched), expected, rtol=2e-5, atol=2e-5)
     assert (patched.mlp.calls, len(normed)) == (original.mlp.calls, 1) == (1, 1)
+
+
+# Calls and dtypes ------------------------------------------------------------------------------------------
+
+
+def test_the_layer_norm_with_one_argument_more_stays(load):
+    text = """
+        class Block(Base):
+            def forward(self, x, gate, shift, scale):
+                n = torch.layer_norm(x, (8,), self.norm.weight, self.norm.bias, 1e-5, False)
+                return n * (1 + scale) + shift
+    """
+    expected, found = (
+        outcome(filled(load({"base": text}, patched)["base"].Block())) for patched in (False, True)
+    )
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+
+
+FLOATS, INTEGERS = torch.randn(2, 3, 8), torch.arange(48).reshape(2, 3, 8)
+
+
+@pytest.mark.parametrize("gate", [torch.tensor(0.5), torch.tensor(0.5, dtype=torch.float64), 2, 0.5])
+@pytest.mark.parametrize("branch", [FLOATS, FLOATS.bfloat16(), INTEGERS], ids=lambda one: str(one.dtype))
+@pytest.mark.parametrize("residual", [FLOATS, FLOATS.bfloat16(), INTEGERS], ids=lambda one: str(one.dtype))
+def test_sums_have_the_dtype_that_pytorch_gives_them(residual, branch, gate):
+    expected = residual + branch * gate
+    torch.testing.assert_close(runtime.gated_residual(residual, branch, gate), expected, rtol=1e-2, atol=1e-2)
+    total, _ = runtime.residual_adaln(torch.relu, residual, branch, gate)
+    assert total.dtype == expected.dtype

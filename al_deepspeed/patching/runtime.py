@@ -212,12 +212,24 @@ def _out(dtype: DTypeLike, residual: torch.dtype | None = None) -> DTypeLike:
 
 
 def promoted(*operands) -> torch.dtype:
-    """The dtype of their sum or product by PyTorch's rules: numbers and 0-dim tensors weigh less."""
-    dtype = operands[0].dtype
-    for operand in operands[1:]:
-        if isinstance(operand, Tensor) and operand.dim() > 0 and operand.dtype != dtype:
-            dtype = torch.promote_types(dtype, operand.dtype)
-    return dtype
+    """The dtype of residual + branch * gate, by PyTorch's rules, in a form that can be compiled."""
+    residual, *factors = map(_weighed, operands)
+    product = factors[0] if len(factors) == 1 or operands[2] is None else _together(*factors)
+    return _together(residual, product)[0]
+
+
+def _weighed(operand) -> tuple[torch.dtype | None, int]:
+    """Its dtype, and how much that weighs: numbers and 0-dim tensors only decide whether it is a float."""
+    if isinstance(operand, Tensor):
+        return operand.dtype, 1 + (operand.dim() > 0)
+    return torch.get_default_dtype() if isinstance(operand, float) else torch.int64, 0
+
+
+def _together(one: tuple[torch.dtype, int], other: tuple[torch.dtype, int]) -> tuple[torch.dtype, int]:
+    strong, weak = (one, other) if one[1] >= other[1] else (other, one)
+    if strong[1] == weak[1] or weak[0].is_floating_point > strong[0].is_floating_point:
+        return torch.promote_types(strong[0], weak[0]), strong[1]
+    return strong
 
 
 def _result_dtype(casts: Casts, normed: torch.dtype, shift, scale) -> torch.dtype:
