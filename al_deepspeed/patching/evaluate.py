@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import libcst as cst
 
+from al_deepspeed.patching.effects import effect, is_harmless
 from al_deepspeed.patching.flow import Frame
 from al_deepspeed.patching.helpers import see_through
 from al_deepspeed.patching.names import Class, Function, Library
@@ -67,9 +68,6 @@ VIEWS = frozenset(
         "clamp",
         "clip",
     ]
-)
-RANDOM = frozenset(
-    ["rand", "randn", "rand_like", "randn_like", "randint", "normal", "bernoulli", "dropout", "multinomial"]
 )
 
 
@@ -184,9 +182,9 @@ class Evaluator:
         if found is None:
             found = self._helper(frame, node, callee, arguments)
         if found is None:
-            if not (isinstance(callee, Global | Attribute) and self._is_harmless(frame, node)):
+            if not (isinstance(callee, Global | Attribute) and is_harmless(frame, node)):
                 receiver = (callee.base,) if isinstance(callee, Attribute) else ()
-                frame.record(self._effect(frame, node, callee), (*given, *receiver))
+                frame.record(effect(self, frame, node, callee), (*given, *receiver))
                 return Opaque(node, frame, frame.place, (callee, *given), pure=False, called=True)
             found = Opaque(node, frame, frame.place, (callee, *given))
         return found
@@ -310,27 +308,6 @@ class Evaluator:
         others = (found for found in owner.module.classes() if found is not owner and name in found.methods)
         return any(owner in found.ancestry() for found in others)
 
-    def _effect(self, frame: Frame, node: cst.Call, callee: Value) -> str:
-        """What an unknown call may change: what it is told to, what it is given, or what else it sees."""
-        if _changes_in_place(frame, node):
-            return "in place"
-        if isinstance(callee, Read) and callee.definition.value is None and not callee.definition.parameter:
-            return "closure"
-        owner = self.class_of(callee.base) if isinstance(callee, Attribute) else None
-        return "method" if owner is not None and owner.method(callee.name) is not None else "call"
-
-    def _is_harmless(self, frame: Frame, node: cst.Call) -> bool:
-        """torch functions, methods named like pure ones, and a few builtins change nothing."""
-        if _changes_in_place(frame, node):
-            return False
-        name = frame.module.qualified(node.func)
-        if name is None:
-            return False
-        last = name.rpartition(".")[2]
-        if name.startswith("torch.") and not last.endswith("_") and last not in RANDOM:
-            return True
-        return name in {"len", "int", "float", "bool", "isinstance", "getattr", "hasattr", "range", "tuple"}
-
     # What values hold -----------------------------------------------------------------------------------
 
     def class_of(self, value: Value) -> Class | None:
@@ -398,17 +375,6 @@ class Evaluator:
         """Whether `base.name(...)` calls a method that the base's class defines, not a tensor's."""
         owner = self.class_of(callee.base)
         return owner is not None
-
-
-def _changes_in_place(frame: Frame, node: cst.Call) -> bool:
-    """`out=`, or `inplace=` unless it is False; of F's functions also a True without its keyword."""
-    keywords = {a.keyword.value: a.value for a in node.args if a.keyword is not None}
-    given = keywords.get("inplace")
-    if "out" in keywords or (given is not None and getattr(given, "value", "") != "False"):
-        return True
-    if not (frame.module.qualified(node.func) or "").startswith("torch.nn.functional."):
-        return False
-    return any(getattr(a.value, "value", "") == "True" for a in node.args[1:] if a.keyword is None)
 
 
 def forward_is_norm(forward: Function, norms: Norms) -> bool:
