@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 import hjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from al_deepspeed.errors import ConfigError
+from al_deepspeed.errors import ConfigError, PatchError
 
 ADALN_KEY = "fused_adaln"
 SAMPLING_KEY = "data_efficiency.data_sampling"
@@ -51,10 +51,22 @@ class FusedAdaLN(Section):
         if isinstance(given, str) and given in ("auto", "off"):
             return given
         if isinstance(given, list | tuple) and given and all(isinstance(name, str) for name in given):
-            return tuple(given)
+            return _known_recipes(tuple(given))
         raise ValueError(
             f"is {given!r}; allowed: 'auto', 'off', or a list of names that `al-deepspeed patch list` shows"
         )
+
+
+def _known_recipes(names: tuple[str, ...]) -> tuple[str, ...]:
+    from al_deepspeed.patching.recipes import choose_recipes
+
+    if own := sorted({"auto", "off"}.intersection(names)):
+        raise ValueError(f"is {list(names)!r}; {' and '.join(map(repr, own))} stands alone, not in a list")
+    try:
+        choose_recipes(names)
+    except PatchError as error:
+        raise ValueError(f"is {list(names)!r}: {error}") from None
+    return names
 
 
 NEED_A_MANIFEST = (

@@ -66,6 +66,9 @@ class FirstStep:
 
     def _say(self, checked: set[str]) -> None:
         sites = {f"{site.file}:{site.line}" for sites in self._report.sites.values() for site in sites}
-        print(f"fused AdaLN equals the original code at {len(sites & checked)} sites", file=sys.stderr)
+        if sites & checked:
+            print(f"fused AdaLN equals the original code at {len(sites & checked)} sites", file=sys.stderr)
         if unseen := sorted(sites - checked):
-            logger.warning(f"fused AdaLN not compared, the first step did not run it: {', '.join(unseen)}")
+            logger.warning(
+                f"fused AdaLN not compared, the first step did not run it with gradients: {', '.join(unseen)}"
+            )

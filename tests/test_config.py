@@ -140,6 +140,14 @@ FAULTS = {
         ["fused_adaln.patch is 'on'", "'auto', 'off'", "al-deepspeed patch list"],
     ),
     "patch empty": (ds_config(fused_adaln={"patch": []}), ["fused_adaln.patch is []", "'auto', 'off'"]),
+    "patch unknown": (
+        ds_config(fused_adaln={"patch": ["diffusers.wan", "diffusers.wam"]}),
+        ["no patch target is called diffusers.wam", "known: ", "diffusers.wan"],
+    ),
+    "patch auto in a list": (
+        ds_config(fused_adaln={"patch": ["auto", "diffusers.wan"]}),
+        ["fused_adaln.patch is ['auto', 'diffusers.wan']", "'auto' stands alone"],
+    ),
     "patch numbers": (ds_config(fused_adaln={"patch": [1]}), ["fused_adaln.patch is [1]"]),
     "verify": (
         ds_config(fused_adaln={"verify": True}),

@@ -6,6 +6,7 @@ import subprocess
 import pytest
 
 from al_deepspeed import cli
+from al_deepspeed.patching import probing
 from al_deepspeed.patching.recipes import load_recipes
 
 MODEL = """import torch
@@ -164,3 +165,22 @@ def test_bad_usage_exits_with_2(monkeypatch, capsys, words, named):
     assert ask(monkeypatch, *words) == 2
     said = capsys.readouterr()
     assert named in said.err and "Traceback" not in said.err and said.out == ""
+
+
+FORWARDS = {
+    "a name that the original binds too": "return (self.norm(x.float()) * (1 + scale) + shift).type_as(x)",
+    "found through a method": "return self.modulate(self.norm(x), shift, scale)",
+}
+
+
+@pytest.mark.parametrize("case", FORWARDS)
+def test_verify_runs_a_site_of_any_names(tmp_path, case):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one/model.py").write_text(
+        "from torch import nn\n\n\nclass Block(nn.Module):\n"
+        "    def __init__(self, dim):\n        super().__init__()\n        self.norm = nn.LayerNorm(dim)\n\n"
+        "    def modulate(self, x, shift, scale):\n        return x * (1 + scale) + shift\n\n"
+        f"    def forward(self, x, shift, scale):\n        {FORWARDS[case]}\n"
+    )
+    probed = probing.verify(tmp_path / "one")
+    assert [probe.differences for probe in probed.probes] == [()] and probed.failed == ()

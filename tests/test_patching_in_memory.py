@@ -423,6 +423,12 @@ def test_recipes_name_classes_to_patch_before_there_is_a_model():
     }
 
 
+@pytest.mark.parametrize("target", [3, torch.nn.Identity()])
+def test_what_is_neither_class_nor_recipe_cannot_be_patched(target):
+    with pytest.raises(PatchError, match="patch_classes takes classes and names"):
+        in_memory.patch_classes(target)
+
+
 def test_the_engine_patches_at_zero_3_and_a_wrong_rank_stops_all(tmp_path):
     with launch(LAUNCHED / "patched.py", str(tmp_path), folder=tmp_path, time_limit_s=240) as run:
         run.wait()

@@ -199,17 +199,49 @@ def test_read_only_is_refused_and_nothing_is_half_written(tree, place, mode):
     assert contents(tree) == before
 
 
-def test_an_edit_between_check_and_apply_is_refused(tree):
+def check(path):
     from al_deepspeed.patching import checked
 
-    checked.remember(tree, None, on_disk.examine(tree).fingerprints())
+    examined = on_disk.examine(path)
+    checked.remember(path, None, examined.folder, examined.fingerprints())
+
+
+@pytest.mark.parametrize(("looked_at", "applied"), [("", ""), ("", "a.py"), ("a.py", "")])
+def test_an_edit_between_check_and_apply_is_refused(tree, looked_at, applied):
+    check(tree / looked_at)
     (tree / "a.py").write_text(BLOCK + "\n\nEDITED = True\n")
     before = contents(tree)
     with pytest.raises(PatchError, match=r"a\.py: not as when it was checked; nothing was changed"):
-        on_disk.apply(tree)
+        on_disk.apply(tree / applied)
     assert contents(tree) == before
-    checked.remember(tree, None, on_disk.examine(tree).fingerprints())
+    check(tree)
     assert len(on_disk.apply(tree).examined.to_patch) == 2
+
+
+def test_what_the_commands_write_themselves_is_no_change(tree):
+    check(tree)
+    on_disk.apply(tree / "a.py")
+    assert [file.name for file in on_disk.apply(tree).examined.to_patch] == ["deep/b.py"]
+    on_disk.revert(tree)
+    assert len(on_disk.apply(tree).examined.to_patch) == 2
+
+
+def test_a_record_that_is_a_link_out_of_the_tree_is_refused(tree, tmp_path_factory):
+    outside = tmp_path_factory.mktemp("outside")
+    (tree / ".al_deepspeed_patch").symlink_to(outside)
+    before = (tree / "a.py").read_bytes()
+    for command in (on_disk.apply, on_disk.revert):
+        with pytest.raises(PatchError, match="is a symbolic link"):
+            command(tree)
+    assert (tree / "a.py").read_bytes() == before and not list(outside.iterdir())
+
+
+def test_revert_removes_what_a_death_before_the_first_write_left(tree):
+    before = contents(tree)
+    (tree / ".al_deepspeed_patch/new").mkdir(parents=True)
+    (tree / ".al_deepspeed_patch/new/0").write_text("staged")
+    assert on_disk.revert(tree).restored == []
+    assert contents(tree) == before and not (tree / ".al_deepspeed_patch").exists()
 
 
 def test_an_edit_in_the_very_moment_is_refused_and_undone(tree, monkeypatch):

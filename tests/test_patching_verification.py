@@ -1,6 +1,8 @@
 """The contract check finds a wrong site by its output or by a gradient, and disturbs nothing."""
 
 import math
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +10,8 @@ from torch.nn.functional import layer_norm
 from torch.utils.checkpoint import checkpoint
 
 from al_deepspeed.ops import adaln, gated_residual, residual_adaln
+from al_deepspeed.patching.in_memory import Report
+from al_deepspeed.patching.sites import Site
 from al_deepspeed.patching.verification import ROWS, Checker, compare, few_rows
 
 B, S, D = 2, 12, 32
@@ -209,3 +213,15 @@ def test_compiled_code_is_checked_by_a_graph_break():
     x, shift, scale = operands()
     assert torch.equal(compiled(x, shift, scale), right(x * 2, shift, scale) + 1)
     assert checker.checked == {"a.py:1"} and checker.differences == []
+
+
+def test_a_first_step_that_compared_nothing_claims_nothing(monkeypatch, capsys):
+    from al_deepspeed import contract
+
+    monkeypatch.setattr(contract, "together", nullcontext)
+    monkeypatch.setattr(contract.dist, "get_rank", lambda: 0)
+    engine = SimpleNamespace(step=lambda: None)
+    site = Site("adaln", "model.py", 3, "Block.forward", "")
+    contract.FirstStep(engine, Report({"model.Block": (site,)}))
+    engine.step()
+    assert "equals" not in capsys.readouterr().err

@@ -93,7 +93,7 @@ def _check(path: Path, target: "Target") -> Answer:
 
     _warn_of_an_interruption(path)
     examined = on_disk.examine(path, target.select)
-    checked.remember(path, target.name, examined.fingerprints())
+    checked.remember(path, target.name, examined.folder, examined.fingerprints())
     compared = target.compare(examined)
     result = _described(examined) | ({"target": asdict(compared)} if compared else {})
     lines = [*_lines(examined), *([compared.said] if compared else []), _summary(examined)]
@@ -105,7 +105,7 @@ def _diff(path: Path, target: "Target") -> Answer:
 
     _warn_of_an_interruption(path)
     examined = on_disk.examine(path, target.select)
-    checked.remember(path, target.name, examined.fingerprints())
+    checked.remember(path, target.name, examined.folder, examined.fingerprints())
     text = on_disk.diff(examined)
     if not text:
         print(_summary(examined), file=sys.stderr)

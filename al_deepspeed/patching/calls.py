@@ -6,10 +6,11 @@ import libcst as cst
 
 from al_deepspeed.patching.candidates import RUNTIME, Candidate
 from al_deepspeed.patching.patterns import Operand
-from al_deepspeed.patching.rendering import Renderer, bare
+from al_deepspeed.patching.rendering import Renderer, bare, parenthesized
 from al_deepspeed.patching.values import (
     Cast,
     DType,
+    Held,
     Inlined,
     Normed,
     OnePlus,
@@ -21,6 +22,7 @@ from al_deepspeed.patching.values import (
     has_effects,
     meaning,
     same,
+    walk,
 )
 
 LONG = 72  # of a call; behind its names and indentation it still fits a line
@@ -65,6 +67,7 @@ def build_call(candidate: Candidate, renderer: Renderer, site: str | None) -> cs
     if candidate.modulated is not None:
         arguments.append(cst.Arg(_norm(candidate, renderer)))
     given = operands(candidate)
+    renderer.start(*_computed(candidate))
     in_order = _in_source_order(given)
     for name, operand in in_order:
         node = bare(renderer.operand(operand))
@@ -72,6 +75,11 @@ def build_call(candidate: Candidate, renderer: Renderer, site: str | None) -> cs
         arguments.append(cst.Arg(node, keyword=keyword, equal=COMPACT) if keyword else cst.Arg(node))
     for name, dtype in dtypes(candidate):
         arguments.append(cst.Arg(_dtype(dtype, candidate, renderer), keyword=cst.Name(name), equal=COMPACT))
+    helpers = candidate.helpers
+    if helpers:
+        arguments.append(cst.Arg(_helpers(helpers, renderer), keyword=cst.Name("helpers"), equal=COMPACT))
+        otherwise = cst.parse_expression(Original(candidate, renderer, helpers=True).text())
+        arguments.append(cst.Arg(otherwise, keyword=cst.Name("otherwise"), equal=COMPACT))
     if site is not None:
         arguments.append(cst.Arg(cst.SimpleString(repr(site)), keyword=cst.Name("site"), equal=COMPACT))
         original = cst.parse_expression(Original(candidate, renderer).text())
@@ -142,6 +150,12 @@ def _dtype(dtype: DType, candidate: Candidate, renderer: Renderer) -> cst.BaseEx
         return renderer.value(dtype.value)
     if reads_new_residual(dtype.value, candidate):
         return cst.SimpleString('"residual"')
+    core = meaning(dtype.value)
+    if candidate.modulated is not None:
+        if core is candidate.modulated.norm:
+            return cst.SimpleString('"normed"')
+        if isinstance(core, Cast) and any(part is candidate.modulated.norm for part in walk(core)):
+            return _dtype(core.dtype, candidate, renderer)
     return cst.Attribute(renderer.value(dtype.value), cst.Name("dtype"))
 
 
@@ -154,12 +168,37 @@ def _norm(candidate: Candidate, renderer: Renderer) -> cst.BaseExpression:
     return cst.Call(cst.Attribute(cst.Name(RUNTIME), cst.Name("LayerNormCall")), arguments)
 
 
-class Original:
-    """The replaced expression as a function of the op's operands, written from the values it was read as."""
+def _computed(candidate: Candidate) -> list[Value]:
+    """What the op computes, which no operand or dtype may compute once more."""
+    found = [] if candidate.residual is None else [candidate.residual.sum]
+    return found if candidate.modulated is None else [*found, candidate.modulated.norm]
 
-    def __init__(self, candidate: Candidate, renderer: Renderer) -> None:
-        self.candidate, self.renderer = candidate, renderer
+
+def _helpers(helpers: list[Held], renderer: Renderer) -> cst.Tuple:
+    """(object, module, "Class.method") of each, for the runtime to see that it is what was read."""
+    found = []
+    for helper in helpers:
+        module = f'"{helper.module.lstrip(".")}"' if helper.module else "__name__"
+        parts = (
+            renderer.value(helper.holder),
+            cst.parse_expression(module),
+            cst.SimpleString(f'"{helper.name}"'),
+        )
+        found.append(cst.Element(cst.Tuple([cst.Element(part) for part in parts])))
+    comma = cst.Comma(cst.SimpleWhitespace(""), cst.SimpleWhitespace("" if len(found) == 1 else " "))
+    return cst.Tuple([found[0].with_changes(comma=comma), *found[1:]])
+
+
+class Original:
+    """The replaced expression as a function of the op's operands, written from the values it was read as.
+
+    helpers: methods and modules that it was found through are called, as they were.
+    """
+
+    def __init__(self, candidate: Candidate, renderer: Renderer, helpers: bool = False) -> None:
+        self.candidate, self.renderer, self.helpers = candidate, renderer, helpers
         self.names = [(name, operand) for name, operand in operands(candidate)]
+        renderer.start()
 
     def text(self) -> str:
         names = (["norm"] if self.candidate.modulated is not None else []) + [name for name, _ in self.names]
@@ -178,7 +217,7 @@ class Original:
             if operand is not None and self._is_operand(value, operand):
                 return name if operand.inside is None else f"(1 + {name})"
         if isinstance(value, Inlined):
-            return self._of(value.result)
+            return self._helper(value) if self.helpers and value.held else self._of(value.result)
         if isinstance(value, Read) and value.definition.value is not None and self._absorbed(value):
             return self._of(value.definition.value)
         if isinstance(value, Sum):
@@ -192,6 +231,18 @@ class Original:
         if isinstance(value, Cast):
             return f"{RUNTIME}.cast({self._of(value.base)}, {self._dtype(value.dtype)})"
         return self._code(self.renderer.value(value))
+
+    def _helper(self, value: Inlined) -> str:
+        """The call of a method or module, with arguments that are made of the operands."""
+        node, values = value.node, value.frame.values
+        holder = self._code(parenthesized(self.renderer.value(value.held.holder)))
+        if values[node.func] is not value.held.holder:
+            holder = f"{holder}.{node.func.attr.value}"
+        given = []
+        for argument in node.args:
+            keyword = "" if argument.keyword is None else f"{argument.keyword.value}="
+            given.append(f"{keyword}{self._of(values[argument.value])}")
+        return f"{holder}({', '.join(given)})"
 
     def _is_operand(self, value: Value, operand: Operand) -> bool:
         return (

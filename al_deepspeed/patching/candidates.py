@@ -19,6 +19,7 @@ from al_deepspeed.patching.patterns import (
     Modulated,
     NoMatch,
     Residual,
+    Trail,
     is_item,
     is_scaled_norm,
     match_modulated,
@@ -32,6 +33,7 @@ from al_deepspeed.patching.values import (
     Cast,
     Definition,
     Global,
+    Held,
     Inlined,
     Opaque,
     Place,
@@ -71,9 +73,22 @@ class Candidate:
     sum_root: cst.BaseExpression | None = None
 
     @property
+    def trail(self) -> Trail:
+        parts = (self.modulated, self.residual)
+        return Trail().merged(*(part.trail for part in parts if part is not None))
+
+    @property
     def absorbed(self) -> list[tuple[Definition, cst.Name]]:
-        found = [] if self.modulated is None else list(self.modulated.trail.absorbed)
-        return found + ([] if self.residual is None else self.residual.trail.absorbed)
+        return self.trail.absorbed
+
+    @property
+    def helpers(self) -> list[Held]:
+        """Methods and modules that it was found through, each once."""
+        kept: list[Held] = []
+        for one in self.trail.helpers:
+            if not any(one.name == other.name and same(one.holder, other.holder) for other in kept):
+                kept.append(one)
+        return kept
 
 
 @dataclass

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import libcst as cst
 
+from al_deepspeed.patching.effects import effect, is_harmless
 from al_deepspeed.patching.flow import Frame
 from al_deepspeed.patching.helpers import see_through
 from al_deepspeed.patching.names import Class, Function, Library
@@ -20,6 +21,7 @@ from al_deepspeed.patching.values import (
     Definition,
     DType,
     Global,
+    Held,
     Normed,
     OnePlus,
     Opaque,
@@ -66,9 +68,6 @@ VIEWS = frozenset(
         "clamp",
         "clip",
     ]
-)
-RANDOM = frozenset(
-    ["rand", "randn", "rand_like", "randn_like", "randint", "normal", "bernoulli", "dropout", "multinomial"]
 )
 
 
@@ -183,9 +182,9 @@ class Evaluator:
         if found is None:
             found = self._helper(frame, node, callee, arguments)
         if found is None:
-            if not (isinstance(callee, Global | Attribute) and self._is_harmless(frame, node)):
+            if not (isinstance(callee, Global | Attribute) and is_harmless(frame, node)):
                 receiver = (callee.base,) if isinstance(callee, Attribute) else ()
-                frame.record("call", (*given, *receiver))
+                frame.record(effect(self, frame, node, callee), (*given, *receiver))
                 return Opaque(node, frame, frame.place, (callee, *given), pure=False, called=True)
             found = Opaque(node, frame, frame.place, (callee, *given))
         return found
@@ -197,6 +196,8 @@ class Evaluator:
         if name is not None and name.startswith("torch."):
             last = name.rpartition(".")[2]
             if last == "layer_norm" and positional:
+                if len(positional) > 5 or "cudnn_enable" in keywords:
+                    return None  # torch.layer_norm has one argument more than the function in F
                 others = tuple(value for _, value in arguments[1:])
                 return Normed(node, frame, frame.place, None, positional[0], others)
             if name.count(".") == 1 and positional:
@@ -266,18 +267,23 @@ class Evaluator:
         found = self._called_function(frame, node, callee)
         if found is None or self.depth > 4:
             return None
-        function, receiver = found
+        function, receiver, holder = found
+        held = None
+        if holder is not None:
+            held = Held(holder, function.module.name, f"{function.owner.name}.{function.node.name.value}")
         self.depth += 1
         try:
-            return see_through(self, frame, node, function, receiver, arguments)
+            return see_through(self, frame, node, function, receiver, arguments, held)
         finally:
             self.depth -= 1
 
-    def _called_function(self, frame: Frame, node: cst.Call, callee) -> tuple[Function, Value | None] | None:
-        """The function whose source is known, and what its `self` is."""
+    def _called_function(
+        self, frame: Frame, node: cst.Call, callee
+    ) -> tuple[Function, Value | None, Value | None] | None:
+        """The function whose source is known, its `self`, and the object that it was found through."""
         if isinstance(callee, Global):
             function = frame.module.find_function(node.func)
-            return None if function is None else (function, None)
+            return None if function is None else (function, None, None)
         if not isinstance(callee, Attribute):
             return None
         owner = self.class_of(callee.base)
@@ -287,30 +293,20 @@ class Evaluator:
                 return None
             if method is not None:
                 if "staticmethod" in method.decorators:
-                    return method, None
-                return None if "classmethod" in method.decorators else (method, callee.base)
+                    return method, None, callee.base
+                return None if "classmethod" in method.decorators else (method, callee.base, callee.base)
             held = self.norms.attribute_class(owner, callee.name)  # a module: its forward
             forward = held.method("forward") if held is not None else None
-            return None if forward is None else (forward, callee)
+            return None if forward is None else (forward, callee, callee)
         if not self._is_local(callee):
             function = frame.module.find_function(node.func)
-            return None if function is None else (function, None)
+            return None if function is None else (function, None, None)
         return None
 
     def _is_overridden(self, owner: Class, name: str) -> bool:
         """Whether a class of the same module derives from the owner and brings its own method."""
         others = (found for found in owner.module.classes() if found is not owner and name in found.methods)
         return any(owner in found.ancestry() for found in others)
-
-    def _is_harmless(self, frame: Frame, node: cst.Call) -> bool:
-        """torch functions, methods named like pure ones, and a few builtins change nothing."""
-        name = frame.module.qualified(node.func)
-        if name is None:
-            return False
-        last = name.rpartition(".")[2]
-        if name.startswith("torch.") and not last.endswith("_") and last not in RANDOM:
-            return True
-        return name in {"len", "int", "float", "bool", "isinstance", "getattr", "hasattr", "range", "tuple"}
 
     # What values hold -----------------------------------------------------------------------------------
 

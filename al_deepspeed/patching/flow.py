@@ -11,7 +11,7 @@ import libcst as cst
 
 from al_deepspeed.patching.names import Function
 from al_deepspeed.patching.scopes import free_names, names_bound_in, names_in
-from al_deepspeed.patching.values import Definition, Item, Opaque, Place, Value
+from al_deepspeed.patching.values import Definition, Item, Opaque, Place, Value, is_receiver
 
 
 class Frame:
@@ -20,7 +20,8 @@ class Frame:
     reads: the definition that a Name node read. values: what an expression node computes.
     roots: the outermost expressions of the statements, in order of evaluation.
     snapshots: the names as they were when a statement began.
-    effects: per block (index, what, values): "in place" changes, and calls with what was passed to them.
+    effects: (statement and those around it, what, values): "in place" changes, and calls with what was passed
+        to them: of a function nested here ("closure"), of a "method" of known source, or any other "call".
     """
 
     def __init__(self, function: Function, evaluator, caller: Frame | None = None) -> None:
@@ -68,8 +69,10 @@ class Frame:
                     item = Item(element.value, self, self.place, value, index)
                 self.bind_target(element.value, item)
         elif isinstance(target, cst.Attribute):
-            self.evaluator.evaluate(self, target.value)
+            holder = self.evaluator.evaluate(self, target.value)
             self.stored_attributes.add(target.attr.value)
+            if not is_receiver(holder):  # `x.data = ...`, `self.norm.eps = ...`
+                self.record("in place", (holder,))
         elif isinstance(target, cst.Subscript):
             changed = self.evaluator.evaluate(self, target.value)
             for element in target.slice:

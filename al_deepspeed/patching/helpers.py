@@ -10,7 +10,7 @@ import libcst as cst
 
 from al_deepspeed.patching.flow import Frame
 from al_deepspeed.patching.names import Function
-from al_deepspeed.patching.values import Inlined, Normed, Opaque, Value, within
+from al_deepspeed.patching.values import Held, Inlined, Normed, Opaque, Value, within
 
 TRANSPARENT = frozenset(
     {"staticmethod", "jit_fuser", "script", "compile"}
@@ -18,7 +18,13 @@ TRANSPARENT = frozenset(
 
 
 def see_through(
-    evaluator, caller: Frame, node: cst.Call, function: Function, receiver: Value | None, arguments
+    evaluator,
+    caller: Frame,
+    node: cst.Call,
+    function: Function,
+    receiver: Value | None,
+    arguments,
+    held: Held | None = None,
 ) -> Inlined | None:
     """What the call computes, or None when the helper is not that simple."""
     returned = _straight_line(function.node)
@@ -41,7 +47,7 @@ def see_through(
     result = frame.values.get(returned.value)
     if result is None or frame.effects or not _is_arithmetic(frame):
         return None
-    return Inlined(node, caller, caller.place, result, tuple(value for _, value in arguments))
+    return Inlined(node, caller, caller.place, result, tuple(value for _, value in arguments), held)
 
 
 def _is_arithmetic(frame: Frame) -> bool:

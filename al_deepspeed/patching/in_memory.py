@@ -122,9 +122,16 @@ def patch_classes(*targets: type | str) -> Report:
 
     Args:
         targets: classes, or names of recipes, whose classes are imported.
+    Raises:
+        PatchError: a target is neither; then nothing has changed.
     """
     classes: dict[type, None] = {}
     for target in targets:
+        if not isinstance(target, type | str):
+            raise PatchError(
+                f"patch_classes takes classes and names that `al-deepspeed patch list` shows; given "
+                f"{target!r:.80}. A model that exists already is patched by al_deepspeed.initialize."
+            )
         classes |= dict.fromkeys(_imported(target) if isinstance(target, str) else _bases(target))
     found, reasons = _find(classes)
     return _install(found, reasons, observe=False)

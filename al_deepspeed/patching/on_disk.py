@@ -5,7 +5,7 @@
     apply     writes all files or none, and keeps a record
     revert    restores the bytes of the record
 
-`apply` looks again by itself, and refuses when what it finds differs from what `check` or `diff` showed last.
+`apply` looks again by itself, and refuses a file that differs from what `check` or `diff` showed of it last.
 """
 
 import ast
@@ -161,7 +161,7 @@ def apply(path: Path, target: str | None = None, select: Select = everything) ->
             record.apply(
                 Change((prefix / file.name).as_posix(), file.before, file.after) for file in examined.to_patch
             )
-    checked.forget(path, target)
+    checked.forget([examined.folder / file.name for file in examined.to_patch])
     return Applied(examined, recovered)
 
 
@@ -184,11 +184,10 @@ def revert(path: Path, select: Select = everything) -> Reverted:
             return file.is_relative_to(path) and select(file.relative_to(folder).as_posix())
 
         restored += _recover(one)
-        if record.entries():
-            with record.locked():
-                names, reasons = record.revert(wanted)
-            restored += [str(one / name) for name in names]
-            idle |= {str(one / name): reason for name, reason in reasons.items()}
+        with record.locked():  # which also removes what a process left that died before it wrote anything
+            names, reasons = record.revert(wanted) if record.entries() else ([], {})
+        restored += [str(one / name) for name in names]
+        idle |= {str(one / name): reason for name, reason in reasons.items()}
     return Reverted(restored, idle)
 
 
@@ -201,14 +200,18 @@ def _recover(folder: Path) -> list[str]:
 
 
 def _same_as_checked(path: Path, target: str | None, examined: Examined) -> None:
-    known, found = checked.recall(path, target), examined.fingerprints()
-    if known is None or known == found:
-        return
-    names = sorted(name for name in known.keys() | found.keys() if known.get(name) != found.get(name))
-    raise PatchError(
-        f"{', '.join(str(examined.folder / name) for name in names)}: not as when it was checked; nothing "
-        "was changed. Check again, then apply."
-    )
+    found = {str(examined.folder / name): sha256 for name, sha256 in examined.fingerprints().items()}
+    known = checked.recall()
+    changed = {file for file in found if known.get(file) not in (None, found[file])}
+    own = checked.recall(path, target)
+    if own is not None:  # these very files were checked: none may come or go
+        changed |= own.keys() ^ found.keys()
+        changed -= {file for file in own if own[file] is None}
+    if changed:
+        raise PatchError(
+            f"{', '.join(sorted(changed))}: not as when it was checked; nothing was changed. Check again, "
+            "then apply."
+        )
 
 
 def _look(source: Source, resolve: Callable[[str], str | None]) -> FileReport | Note:

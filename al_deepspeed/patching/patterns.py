@@ -14,6 +14,7 @@ from al_deepspeed.patching.values import (
     Cast,
     Definition,
     DType,
+    Held,
     Inlined,
     Item,
     Normed,
@@ -31,21 +32,31 @@ from al_deepspeed.patching.values import (
 
 @dataclass
 class Trail:
-    """absorbed: (definition, the Name that read it). nodes: expressions that are part of the pattern."""
+    """absorbed: (definition, the Name that read it). nodes: expressions that are part of the pattern.
+
+    helpers: calls of methods and modules whose source was read.
+    """
 
     absorbed: list[tuple[Definition, cst.Name]] = field(default_factory=list)
     nodes: set[cst.BaseExpression] = field(default_factory=set)
+    helpers: list[Held] = field(default_factory=list)
 
     def through(self, value: Value) -> None:
         self.nodes.add(value.node)
         if isinstance(value, Read) and value.frame.caller is None:
             self.absorbed.append((value.definition, value.node))
+        if isinstance(value, Inlined) and value.held is not None:
+            self.helpers.append(value.held)
+
+    def add(self, other: Trail) -> None:
+        self.absorbed += other.absorbed
+        self.nodes |= other.nodes
+        self.helpers += other.helpers
 
     def merged(self, *others: Trail) -> Trail:
-        trail = Trail(list(self.absorbed), set(self.nodes))
+        trail = Trail(list(self.absorbed), set(self.nodes), list(self.helpers))
         for other in others:
-            trail.absorbed += other.absorbed
-            trail.nodes |= other.nodes
+            trail.add(other)
         return trail
 
 
@@ -205,8 +216,7 @@ def _one_plus(value: Value, trail: Trail) -> Operand | None:
         value, _ = peel(value, passed)
         if isinstance(value, OnePlus):
             passed.through(value)
-            trail.absorbed += passed.absorbed
-            trail.nodes |= passed.nodes
+            trail.add(passed)
             whole = strip_names(outer)
             return Operand(value.base) if whole is value else Operand(whole, value)
         if not isinstance(value, View) or any(not _is_constant(other) for other in value.others):

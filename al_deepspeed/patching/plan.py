@@ -166,6 +166,10 @@ class _Planner:
                 continue
             if what == "in place":
                 return "a tensor is changed in place between its steps"
+            if what == "closure" and any(leaf.definition.name in self.frame.held_back for leaf in leaves):
+                return "a function that sees its tensors is called between its steps"
+            if what == "method" and (self.frame.stored_attributes or any(map(_is_held, leaves))):
+                return "a method that may see its tensors is called between its steps"
             if any(same(origin(v), origin(leaf)) for v in values for leaf in leaves if not is_receiver(leaf)):
                 return "one of its tensors is passed to a call between its steps"
         return None
@@ -334,6 +338,11 @@ class _Planner:
 
     def _renderer(self, place: Place, roots: tuple) -> Renderer:
         return Renderer(self.frame, place, roots, self.removed, self.edits.expressions)
+
+
+def _is_held(value: Value) -> bool:
+    """Whether it is taken from an attribute, as a method can take it."""
+    return isinstance(origin(value), Attribute)
 
 
 def _is_heavy(value: Value | None) -> bool:

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from al_deepspeed.ops import adaln as fused_adaln
 from al_deepspeed.ops import residual_adaln as fused_residual_adaln
@@ -29,9 +30,11 @@ def leave(norm: nn.Module) -> None:
 
 
 def is_free(norm) -> bool:
-    """Whether nobody else hooks into the norm. DeepSpeed's own hooks only gather parameters."""
+    """Whether nobody else hooks into the norm or all modules. DeepSpeed's hooks only gather parameters."""
     if not isinstance(norm, nn.Module):
         return True
+    if _has_any_global_hook():
+        return False
     if len(left_alone) and norm in left_alone:
         return False
     if "forward" in norm.__dict__ and not is_prepared(norm):

@@ -114,19 +114,22 @@ def _as_function(module: ModuleType, call: ast.Call):
     """The call with its operands as arguments; other names in it stand for a tensor like the first."""
     operands = [f"operand_{number}" for number in range(len(call.args))]
     first = operands[0 if call.func.attr == "gated_residual" else 1]
-    bound = {one.arg for node in ast.walk(call) if isinstance(node, ast.Lambda) for one in node.args.args}
     names = vars(module) | {RUNTIME: runtime}
-    keywords = [ast.keyword(one.arg, one.value) for one in call.keywords]
-    free = {
-        node.id
-        for one in keywords
-        for node in ast.walk(one.value)
-        if isinstance(node, ast.Name) and node.id not in bound and node.id not in names
-    }
+    kept = [one for one in call.keywords if one.arg not in ("helpers", "otherwise")]
+    keywords = [ast.keyword(one.arg, one.value) for one in kept]
+    free = set().union(*(_free_names(one.value) for one in keywords)) - names.keys()
     body = ast.Call(call.func, [ast.Name(name, ast.Load()) for name in operands], keywords)
     inner = ast.Lambda(_arguments(sorted(free)), body)
     outer = ast.Lambda(_arguments(operands), ast.Call(inner, [ast.Name(first, ast.Load())] * len(free), []))
     return eval(compile(ast.fix_missing_locations(ast.Expression(outer)), "<probe>", "eval"), names)
+
+
+def _free_names(node: ast.AST) -> set[str]:
+    """Names in an expression that no lambda around them binds."""
+    if isinstance(node, ast.Name):
+        return {node.id}
+    inner = set().union(*map(_free_names, ast.iter_child_nodes(node)))
+    return inner - {one.arg for one in node.args.args} if isinstance(node, ast.Lambda) else inner
 
 
 def _arguments(names: list[str]) -> ast.arguments:

@@ -4,7 +4,7 @@ Names say little: Apex, Transformer Engine, Megatron and every code base have no
 under several names, weights around 1 or around 0, and outputs in the input's dtype or the weight's. So a
 copy of the module with random weights runs on a few random rows, and what comes out is compared with the
 definition. A module that does anything else, or holds anything else, is not recognised. Asked once a module
-and dtype.
+and dtype, and again when what the answer came from has changed since: eps, parameters, the class's forward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 Tensor = torch.Tensor
 EPSILONS = ("eps", "epsilon", "variance_epsilon", "layernorm_epsilon")
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-ANSWERS = "_al_deepspeed_norm"  # on the module: {(dtype, autocast, device type): Known or None}
+ANSWERS = "_al_deepspeed_norm"  # on the module: {(dtype, autocast, device type): (state, Known or None)}
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ def recognise(norm, x: Tensor, dtype: torch.dtype) -> Known | None:
         return None
     answers = norm.__dict__.get(ANSWERS)
     key = (dtype, autocast_dtype(x.device.type), x.device.type)
-    if answers is not None and key in answers:
-        return answers[key]
+    if answers is not None and key in answers and answers[key][0] == _state(norm):
+        return answers[key][1]
     if torch.compiler.is_compiling() or x.device.type not in ("cpu", "cuda"):
         return None  # a trial cannot be traced: `prepare` asks before that
     return ask(norm, x.shape[-1], dtype, x.device)
@@ -73,9 +73,16 @@ def ask(norm: nn.Module, features: int, dtype: torch.dtype, device: torch.device
     """Tries the module under the current autocast state, and remembers the answer on it."""
     answers = norm.__dict__.setdefault(ANSWERS, {})
     key = (dtype, autocast_dtype(device.type), device.type)
-    if key not in answers:
-        answers[key] = _try(norm, features, dtype, device) if is_plain(norm) else None
-    return answers[key]
+    state = _state(norm)
+    if key not in answers or answers[key][0] != state:
+        answers[key] = (state, _try(norm, features, dtype, device) if is_plain(norm) else None)
+    return answers[key][1]
+
+
+def _state(norm: nn.Module) -> tuple:
+    """What an answer depends on and a user may change: no weights, they are read at every call."""
+    held = tuple((name, None if p is None else p.dtype) for name, p in norm._parameters.items())
+    return type(norm).forward, epsilon(norm), held, len(norm._modules), len(norm._buffers)
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:

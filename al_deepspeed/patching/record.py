@@ -63,6 +63,11 @@ class Record:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._home = folder / RECORD_FOLDER
+        if self._home.is_symlink():
+            raise PatchError(
+                f"{self._home} is a symbolic link; links are not followed. Nothing was changed. Put the "
+                "folder that it leads to in its place, or remove it."
+            )
 
     @property
     def interrupted(self) -> bool:

@@ -15,8 +15,10 @@ from al_deepspeed.patching.values import (
     Definition,
     Global,
     Item,
+    Normed,
     Place,
     Read,
+    Sum,
     Value,
     canonical,
     has_effects,
@@ -44,6 +46,11 @@ class Renderer:
     def __init__(self, frame: Frame, place: Place, roots: tuple, removed: dict, replacements: dict) -> None:
         self.frame, self.place, self.roots = frame, place, roots
         self.removed, self.replacements = removed, replacements
+        self.once: dict[int, Value] = {}  # values written so far whose expressions call something
+
+    def start(self, *computed: Value) -> None:
+        """For a new expression, of which the op computes `computed` itself."""
+        self.once = {id(value): value for value in computed}
 
     def operand(self, operand: Operand | None) -> cst.BaseExpression:
         if operand is None:
@@ -147,6 +154,10 @@ class Renderer:
         if (moved or value.frame is not self.frame) and has_effects(value):
             reason = f"{self.code(value)} is computed by an earlier statement, and more happens between"
             raise Unavailable(reason, value)
+        calls = [part for part in within(value) if isinstance(part, Normed | Sum) or has_effects(part)]
+        if any(id(part) in self.once for part in calls):
+            raise Unavailable(f"{self.code(value)} would be computed twice")
+        self.once |= {id(part): part for part in calls if not isinstance(part, Sum)}
         for part in within(value):
             if isinstance(part, Attribute) and moved and part.name in self.frame.stored_attributes:
                 raise Unavailable(f"the attribute {part.name} is assigned in this function")

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from al_deepspeed.ops import gated_residual as fused_gated_residual
+from al_deepspeed.patching.as_read import are_as_read
 from al_deepspeed.patching.broadcasting import Fitted, fit
 from al_deepspeed.patching.prepared import (
     is_free,
@@ -46,6 +47,7 @@ __all__ = [
 Tensor = torch.Tensor
 DTypeLike = torch.dtype | str | None
 Checker = Callable[[str, Callable, Callable, tuple], Any]
+Helpers = tuple[tuple[Any, str, str], ...]
 
 
 @dataclass
@@ -73,6 +75,8 @@ def adaln(
     out_dtype: DTypeLike = None,
     norm_dtype: DTypeLike = None,
     in_dtype: DTypeLike = None,
+    helpers: Helpers = (),
+    otherwise: Callable | None = None,
     site: str | None = None,
     original: Callable | None = None,
 ) -> Tensor:
@@ -80,14 +84,19 @@ def adaln(
 
     Args:
         out_dtype, norm_dtype, in_dtype: what the result, the norm's output or its input was cast to; without
-            any the result has the dtype that the expression has. A name ("float32") or a torch dtype.
+            any the result has the dtype that the expression has. A name ("float32") or a torch dtype; for
+            out_dtype also "normed", the dtype of what the norm returned.
+        helpers, otherwise: methods and modules whose source the call was read from (as_read.py), and the
+            expression with their calls, for when one of them is another by now.
     """
 
     def fused(norm, x, shift=None, scale=None):
-        casts = Casts(dtype_of(out_dtype), dtype_of(norm_dtype), dtype_of(in_dtype))
+        casts = Casts(_out(out_dtype), dtype_of(norm_dtype), dtype_of(in_dtype))
         return _adaln(norm, x, shift, scale, casts)
 
     operands = (norm, x, *_given(shift, scale))
+    if not are_as_read(helpers):
+        return otherwise(*operands)
     if original is not None and _checking.checker is not None:
         return _checking.checker(site, original, fused, operands)
     return fused(*operands)
@@ -105,6 +114,8 @@ def residual_adaln(
     out_dtype: DTypeLike = None,
     norm_dtype: DTypeLike = None,
     in_dtype: DTypeLike = None,
+    helpers: Helpers = (),
+    otherwise: Callable | None = None,
     site: str | None = None,
     original: Callable | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -119,10 +130,13 @@ def residual_adaln(
         if not (isinstance(residual, Tensor) and residual.dim()):
             residual, branch, gate = branch if gate is None else branch * gate, residual, None
         sum_dtype = dtype_of(residual_dtype) or promoted(residual, branch, gate)
-        casts = Casts(*(dtype_of(d, sum_dtype) for d in (out_dtype, norm_dtype, in_dtype)))
+        out = _out(out_dtype, sum_dtype)
+        casts = Casts(out, *(dtype_of(d, sum_dtype) for d in (norm_dtype, in_dtype)))
         return _residual_adaln(norm, residual, branch, gate, shift, scale, sum_dtype, casts)
 
     operands = (norm, residual, branch, *_given(gate, shift, scale))
+    if not are_as_read(helpers):
+        return otherwise(*operands)
     if original is not None and _checking.checker is not None:
         return _checking.checker(site, original, fused, operands)
     return fused(*operands)
@@ -134,6 +148,8 @@ def gated_residual(
     gate: Tensor,
     *,
     residual_dtype: DTypeLike = None,
+    helpers: Helpers = (),
+    otherwise: Callable | None = None,
     site: str | None = None,
     original: Callable | None = None,
 ) -> Tensor:
@@ -146,6 +162,8 @@ def gated_residual(
             residual, branch, gate, dtype_of(residual_dtype) or promoted(residual, branch, gate)
         )
 
+    if not are_as_read(helpers):
+        return otherwise(residual, branch, gate)
     if original is not None and _checking.checker is not None:
         return _checking.checker(site, original, fused, (residual, branch, gate))
     return fused(residual, branch, gate)
@@ -173,9 +191,12 @@ def _given(*operands):
 
 @dataclass(frozen=True)
 class Casts:
-    """What y, the norm's output and the norm's input were cast to; None where there was no cast."""
+    """What y, the norm's output and the norm's input were cast to; None where there was no cast.
 
-    out: torch.dtype | None = None
+    out: "normed" stands for the dtype of the norm's output, before any cast.
+    """
+
+    out: torch.dtype | str | None = None
     norm: torch.dtype | None = None
     x: torch.dtype | None = None
 
@@ -186,18 +207,34 @@ def dtype_of(dtype: DTypeLike, residual: torch.dtype | None = None) -> torch.dty
     return dtype
 
 
+def _out(dtype: DTypeLike, residual: torch.dtype | None = None) -> DTypeLike:
+    return dtype if dtype == "normed" else dtype_of(dtype, residual)
+
+
 def promoted(*operands) -> torch.dtype:
-    """The dtype of their sum or product by PyTorch's rules: numbers and 0-dim tensors weigh less."""
-    dtype = operands[0].dtype
-    for operand in operands[1:]:
-        if isinstance(operand, Tensor) and operand.dim() > 0 and operand.dtype != dtype:
-            dtype = torch.promote_types(dtype, operand.dtype)
-    return dtype
+    """The dtype of residual + branch * gate, by PyTorch's rules, in a form that can be compiled."""
+    residual, *factors = map(_weighed, operands)
+    product = factors[0] if len(factors) == 1 or operands[2] is None else _together(*factors)
+    return _together(residual, product)[0]
+
+
+def _weighed(operand) -> tuple[torch.dtype | None, int]:
+    """Its dtype, and how much that weighs: numbers and 0-dim tensors only decide whether it is a float."""
+    if isinstance(operand, Tensor):
+        return operand.dtype, 1 + (operand.dim() > 0)
+    return torch.get_default_dtype() if isinstance(operand, float) else torch.int64, 0
+
+
+def _together(one: tuple[torch.dtype, int], other: tuple[torch.dtype, int]) -> tuple[torch.dtype, int]:
+    strong, weak = (one, other) if one[1] >= other[1] else (other, one)
+    if strong[1] == weak[1] or weak[0].is_floating_point > strong[0].is_floating_point:
+        return torch.promote_types(strong[0], weak[0]), strong[1]
+    return strong
 
 
 def _result_dtype(casts: Casts, normed: torch.dtype, shift, scale) -> torch.dtype:
     if casts.out is not None:
-        return casts.out
+        return normed if casts.out == "normed" else casts.out
     dtype = normed if casts.norm is None else casts.norm
     for operand in (scale, shift):
         if isinstance(operand, Tensor) and operand.dim() > 0:
@@ -256,10 +293,12 @@ def _eager_sum(residual, branch, gate, dtype: torch.dtype) -> Tensor:
 
 
 def _eager_adaln(norm, x, shift, scale, casts: Casts) -> Tensor:
-    y = _cast(norm(_cast(x, casts.x)), casts.norm)
+    y = norm(_cast(x, casts.x))
+    out = y.dtype if casts.out == "normed" else casts.out
+    y = _cast(y, casts.norm)
     y = y if scale is None else y * (1 + scale)
     y = y if shift is None else y + shift
-    return _cast(y, casts.out)
+    return _cast(y, out)
 
 
 def _cast(value, dtype: torch.dtype | None):

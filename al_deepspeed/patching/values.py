@@ -176,12 +176,28 @@ class Normed(Value):
         return (self.x, *self.others) if self.norm is None else (self.norm, self.x)
 
 
+@dataclass(frozen=True)
+class Held:
+    """A function found through an object, which may hold another one at run time: a subclass's, a hook's.
+
+    module, name: of the function that was read, "" for the module that is rewritten.
+    """
+
+    holder: Value
+    module: str
+    name: str
+
+
 @dataclass(eq=False)
 class Inlined(Value):
-    """The result of a helper, seen through: `result` lives in the helper's frame, `node` is the call."""
+    """The result of a helper, seen through: `result` lives in the helper's frame, `node` is the call.
+
+    held: for a method or a module's forward, the Held that says which function was read.
+    """
 
     result: Value
     arguments: tuple[Value, ...] = ()
+    held: Held | None = None
 
     def parts(self):
         return (self.result, *self.arguments)
