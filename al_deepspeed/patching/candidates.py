@@ -26,7 +26,6 @@ from al_deepspeed.patching.patterns import (
     match_norm,
     match_sum,
     origin,
-    strip_names,
 )
 from al_deepspeed.patching.values import (
     Attribute,
@@ -156,7 +155,7 @@ def _match(place: Place, node, value: Value, found: Found) -> Candidate | None:
 
 def _drop_superseded(found: Found) -> None:
     """A match that is an intermediate step of a later one: `n = norm(x) * (1 + scale)`, then `n + shift`."""
-    inner = {id(strip_names(Read_value)) for c in found.candidates if c.modulated for Read_value in _steps(c)}
+    inner = {id(meaning(step)) for c in found.candidates if c.modulated for step in _steps(c)}
     found.candidates = [c for c in found.candidates if id(c.value) not in inner or c.kind == "sum"]
 
 

@@ -26,6 +26,7 @@ from al_deepspeed.patching.values import (
     Sum,
     Value,
     View,
+    meaning,
     same,
 )
 
@@ -217,23 +218,12 @@ def _one_plus(value: Value, trail: Trail) -> Operand | None:
         if isinstance(value, OnePlus):
             passed.through(value)
             trail.add(passed)
-            whole = strip_names(outer)
+            whole = meaning(outer)
             return Operand(value.base) if whole is value else Operand(whole, value)
         if not isinstance(value, View) or any(not _is_constant(other) for other in value.others):
             return None
         passed.through(value)
         value = value.base
-
-
-def strip_names(value: Value) -> Value:
-    """Through names and helpers only; casts and views stay."""
-    while True:
-        if isinstance(value, Inlined):
-            value = value.result
-        elif isinstance(value, Read) and value.definition.value is not None:
-            value = value.definition.value
-        else:
-            return value
 
 
 def _is_constant(value: Value) -> bool:
@@ -329,7 +319,7 @@ def is_scaled_norm(found: Residual) -> bool:
 def is_item(value: Value) -> bool:
     """One of several results: an unpacked name, or `e[2]`, below views."""
     while True:
-        value = strip_names(value)
+        value = meaning(value)
         if isinstance(value, Item):
             return True
         if isinstance(value, Read) and value.definition.sources:  # bound in several branches
@@ -348,7 +338,7 @@ def is_item(value: Value) -> bool:
 def origin(value: Value) -> Value:
     """What a modulation was taken from: the tensor or tuple below views, items and casts."""
     while True:
-        value = strip_names(value)
+        value = meaning(value)
         if isinstance(value, View | Cast | OnePlus):
             value = value.base
         elif isinstance(value, Item):
