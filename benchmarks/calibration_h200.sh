@@ -2,17 +2,17 @@
 # Wan 2.1 on one GPU at ZeRO-3: scanned by `al-deepspeed calibrate`, then measured against the prediction at points
 # that the scan did not have.
 #   bash benchmarks/calibration_h200.sh OUT        the 1.3B model whole, then 8 layers of the 14B model
-#   bash benchmarks/calibration_h200.sh OUT 1.3b   the first alone; about 8 minutes, 200 s of them the scan
-#   bash benchmarks/calibration_h200.sh OUT 14b    the second alone; about 5 minutes, 110 s of them the scan
+#   bash benchmarks/calibration_h200.sh OUT 1.3b   the first alone; about 6 minutes, 150 s of them the scan
+#   bash benchmarks/calibration_h200.sh OUT 14b    the second alone; about 4 minutes, 80 s of them the scan
 #   bash benchmarks/calibration_h200.sh OUT tiny   the same path on a CPU, with small models and small latents
-# Writes OUT/{1.3b,14b}.{json,png,log,check.json}. A model ends within 9 minutes: a scan keeps its budget, its
+# Writes OUT/{1.3b,14b}.{json,png,log,check.json}. A model ends within 8 minutes: a scan keeps its budget, its
 # calibration is on disk before the points are checked, and a check that is cut off leaves the points it had.
 #
-# The points, benchmarks/calibration_points_{1.3b,14b}.csv: twelve of shapes that were not scanned, and two scanned
-# shapes in batches that were not. They are micro-batches of the size that a plan runs, which fills them up to one
-# cost: from an eighth of M_mem (235,000 tokens for the 1.3B model, 52,000 for the 14B layers) to nearly all of it, and
-# for the 14B layers one above it. Two are small all the same: the first lies below the floor that the host sets
-# (1.2 s, or 0.36 s, drifting by a tenth within minutes), the second a third to a half above it.
+# The points, benchmarks/calibration_points_{1.3b,14b}.csv: twelve of shapes that were not scanned. They are
+# micro-batches of the size that a plan runs, which fills them up to one cost: from an eighth of M_mem (235,000 tokens
+# for the 1.3B model, 52,000 for the 14B layers) to three quarters. Two are small all the same: the first lies
+# below the floor that the host sets (1.2 s, or 0.36 s, drifting by a tenth within minutes), the second a third to a
+# half above it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=$(mkdir -p "$1" && cd "$1" && pwd)
@@ -53,8 +53,8 @@ esac
 python3 benchmarks/synthetic_corpus.py "$work/corpus"
 limits=(--largest-batch 512 --most-repeats 6)
 if [ "$what" != 14b ]; then
-    calibrate 1.3b 530 200s 29100 benchmarks/calibration_points_1.3b.csv --preset 1.3b
+    calibrate 1.3b 460 150s 29100 benchmarks/calibration_points_1.3b.csv --preset 1.3b
 fi
 if [ "$what" != 1.3b ]; then
-    calibrate 14b 400 110s 29101 benchmarks/calibration_points_14b.csv --preset 14b --layers 8
+    calibrate 14b 300 80s 29101 benchmarks/calibration_points_14b.csv --preset 14b --layers 8
 fi

@@ -170,13 +170,12 @@ def simulated(name: str, budget_s: float, seed: int) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    ("name", "budget_s", "seed", "largest_load"),
-    [("1.3b", 200, 0, 100_000), ("1.3b, a hard corner", 200, 1, 100_000), ("14b", 110, 2, 45_000)],
+    ("name", "budget_s", "seed"), [("1.3b", 150, 0), ("1.3b, a hard corner", 150, 1), ("14b", 80, 2)]
 )
-def test_unseen_points_are_predicted_after_a_short_scan(name, budget_s, seed, largest_load):
+def test_unseen_points_are_predicted_after_a_short_scan(name, budget_s, seed):
     outcome = simulated(name, budget_s, seed)
     device, points, errors = DEVICES[name], outcome.points, outcome.errors
-    assert errors["points"] == 14
+    assert errors["points"] == 12
     assert errors["median_ms_error"] <= 0.03
     assert errors["p90_ms_error"] <= 0.08
     assert errors["worst_peak_error"] <= 0.02
@@ -189,7 +188,7 @@ def test_unseen_points_are_predicted_after_a_short_scan(name, budget_s, seed, la
     assert outcome.scan_s <= budget_s + ONE_RUN_S
     assert max(point.reserved_gb for point in points) <= 0.92 * CAPACITY_GB
     loads = [point.batch_size * point.tokens for point in points]
-    assert sorted(loads)[-3] >= largest_load  # several, since memory's slope changes on the way
+    assert sorted(loads)[-3] >= 30_000  # several beyond the load of 23,500 where memory's slope changes
     # The drifting floor is looked at all over the scan, and never repeated for long.
     small = [place for place, point in enumerate(points) if point.ms < 1.2 * device.cost.floor]
     assert max(np.diff([*small, len(points)])) <= 8

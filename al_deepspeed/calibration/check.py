@@ -22,7 +22,7 @@ from al_deepspeed.errors import CalibrationError
 from al_deepspeed.scheduling.shapes import latent_tokens
 
 TOO_LARGE = "not tried: predicted not to fit"
-SECONDS_A_POINT = 15.0  # no further repeat of a point after these
+SECONDS_A_POINT = 8.0  # no further repeat of a point after these
 
 
 @dataclass(frozen=True)
