@@ -1,9 +1,10 @@
-"""One rank of a comparison: trains one epoch of the same samples by each strategy in turn, in one launch.
+"""One rank of a comparison: trains one epoch of the same samples by each strategy with each AdaLN, in one launch.
 
     deepspeed benchmarks/multi_gpu.py OUT --config FILE [options of launch/train_wan.py]
 
-Writes OUT/STRATEGY/telemetry.jsonl. Three steps before the first epoch warm the device up and are not kept;
-nothing is saved or exported between epochs.
+Writes OUT/{eager,fused}/STRATEGY/telemetry.jsonl. Three steps before the first epoch of each op warm the device
+up and are not kept; nothing is saved or exported between epochs. The eager op comes first, since patches stay
+in a process.
 """
 
 import argparse
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from al_deepspeed.training import options
 from launch.train_wan import Trainer
 
+FUSED = {"eager": "false", "fused": "true"}
 STRATEGIES = ("equal_token", "dual_constraint", "balanced")
 WARM_UP_STEPS = 3
 
@@ -52,9 +54,11 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     get_accelerator().set_device(arguments.local_rank)
     deepspeed.init_distributed()
-    train(words, out / "warm_up", STRATEGIES[0], WARM_UP_STEPS)
-    for strategy in STRATEGIES:
-        train(words, out / strategy, strategy)
+    for op, enabled in FUSED.items():
+        own = [*words, "--set", f'fused_adaln={{"enabled": {enabled}}}']
+        train(own, out / op / "warm_up", STRATEGIES[0], WARM_UP_STEPS)
+        for strategy in STRATEGIES:
+            train(own, out / op / strategy, strategy)
     dist.destroy_process_group()
 
 
