@@ -1,10 +1,10 @@
-"""One rank of a comparison: trains one epoch of the same samples by each strategy with each AdaLN, in one launch.
+"""One rank of a comparison: an epoch of the same samples by each strategy with each AdaLN, in one launch.
 
     deepspeed benchmarks/multi_gpu.py OUT --config FILE [options of launch/train_wan.py]
 
-Writes OUT/{eager,fused}/STRATEGY/telemetry.jsonl. Three steps before the first epoch of each op warm the device
-up and are not kept; nothing is saved or exported between epochs. The eager op comes first, since patches stay
-in a process.
+Writes OUT/{eager,fused}/STRATEGY/telemetry.jsonl. Three steps before the first epoch of each op warm the
+device up and are not kept; nothing is saved or exported between epochs. The eager op comes first, since
+patches stay in a process.
 """
 
 import argparse
