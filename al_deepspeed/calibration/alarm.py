@@ -71,7 +71,10 @@ class Alarm:
             timeout=timedelta(seconds=SAVING_S),
         )
         self._over = threading.Event()
-        threading.Thread(target=self._listen, name="al_deepspeed calibration alarm", daemon=True).start()
+        self._listener = threading.Thread(
+            target=self._listen, name="al_deepspeed calibration alarm", daemon=True
+        )
+        self._listener.start()
 
     def sound(self, failure: dict) -> None:
         """Makes a failure known to every rank; does not return."""
@@ -90,8 +93,12 @@ class Alarm:
             self.sound({"rank": self._rank, "batch_size": batch_size, "shape": shape, "tokens": tokens})
 
     def close(self) -> None:
-        """The scan is over without a failure."""
+        """The scan is over without a failed allocation.
+
+        A thread that still asks the store when Python shuts down would abort the process: it ends first.
+        """
         self._over.set()
+        self._listener.join()
 
     def _listen(self) -> None:
         while not self._over.wait(POLL_S):

@@ -5,6 +5,7 @@ scanned, shapes that the corpus does not have. A point that is predicted not to 
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -136,21 +137,22 @@ class Check:
 
     def run(self, requests: Sequence[Request]) -> list[Checked]:
         """Measures every point that fits. Collective."""
-        alarm = Alarm(self._end_early)
-        smallest = min(requests, key=lambda request: request.batch_size * request.tokens)
-        if not self._meter.prepared:  # a scan in the same launch has done so
-            with alarm.guards(smallest.batch_size, smallest.shape, smallest.tokens):
-                self._meter.prepare(smallest.batch_size, smallest.shape)
-        for request in requests:
-            if self.fits(request):
-                with alarm.guards(request.batch_size, request.shape, request.tokens):
-                    deadline_s = self._meter.elapsed_s + SECONDS_A_POINT
-                    point = self._meter.measure(request.batch_size, request.shape, request.tokens, deadline_s)
-            else:
-                point = Point(request.batch_size, request.tokens, None, shape=request.shape, status=TOO_LARGE)
-            self._note(point)
-        alarm.close()
+        with closing(Alarm(self._end_early)) as alarm:
+            smallest = min(requests, key=lambda request: request.batch_size * request.tokens)
+            if not self._meter.prepared:  # a scan in the same launch has done so
+                with alarm.guards(smallest.batch_size, smallest.shape, smallest.tokens):
+                    self._meter.prepare(smallest.batch_size, smallest.shape)
+            for request in requests:
+                self._note(self._point(request, alarm))
         return self._rows
+
+    def _point(self, request: Request, alarm: Alarm) -> Point:
+        pair = (request.batch_size, request.tokens)
+        if not self.fits(request):
+            return Point(*pair, None, shape=request.shape, status=TOO_LARGE)
+        with alarm.guards(request.batch_size, request.shape, request.tokens):
+            deadline_s = self._meter.elapsed_s + SECONDS_A_POINT
+            return self._meter.measure(request.batch_size, request.shape, request.tokens, deadline_s)
 
     def fits(self, request: Request) -> bool:
         """Whether the point is predicted to reserve no more than the limit; unknown memory fits."""

@@ -6,6 +6,7 @@ the calibration's own file, so that a scan that was killed goes on with --resume
 
 import json
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -105,19 +106,18 @@ class Scan:
 
     def run(self) -> Progress:
         """Measures until the budget is used or every pair is measured. Collective; equal on every rank."""
-        alarm = Alarm(self._end_early)
-        batch_size, shape, tokens = self._pair(int(self._choices.load.argmin()))
-        with alarm.guards(batch_size, shape, tokens):
-            self._meter.prepare(batch_size, shape)
-        self._progress.capacity_gb = self._options.capacity_gb or self._meter.capacity_gb()
-        while (choice := self._next()) is not None:
-            place, deadline_s = choice
-            batch_size, shape, tokens = self._pair(place)
+        with closing(Alarm(self._end_early)) as alarm:
+            batch_size, shape, tokens = self._pair(int(self._choices.load.argmin()))
             with alarm.guards(batch_size, shape, tokens):
-                point = self._meter.measure(batch_size, shape, tokens, deadline_s)
-            self._note(point)
-        self._tell_ranks_apart(alarm)
-        alarm.close()
+                self._meter.prepare(batch_size, shape)
+            self._progress.capacity_gb = self._options.capacity_gb or self._meter.capacity_gb()
+            while (choice := self._next()) is not None:
+                place, deadline_s = choice
+                batch_size, shape, tokens = self._pair(place)
+                with alarm.guards(batch_size, shape, tokens):
+                    point = self._meter.measure(batch_size, shape, tokens, deadline_s)
+                self._note(point)
+            self._tell_ranks_apart(alarm)
         return self._progress
 
     def _pair(self, place: int) -> tuple[int, Shape, int]:
@@ -155,18 +155,23 @@ class Scan:
         if dist.get_world_size() == 1:
             return
         points = sorted(measured(self._progress.points), key=lambda point: point.ms, reverse=True)
-        left_ms = 1e3 * SPREAD_SHARE * self._options.budget_s
-        probed = []
-        for point in points:
-            if len(probed) < SPREAD_POINTS and RUNS_A_PROBE * point.ms <= left_ms:
-                left_ms -= RUNS_A_PROBE * point.ms
-                probed.append(point)
-        for point in probed or points[-1:]:
+        kept_ms = 1e3 * SPREAD_SHARE * self._options.budget_s
+        allowed = [point for point in points if RUNS_A_PROBE * point.ms <= kept_ms] or points[-1:]
+        for point in allowed[:SPREAD_POINTS]:
+            start_s = self._meter.elapsed_s
             with alarm.guards(point.batch_size, point.shape, point.tokens):
                 batch, loss = self._meter.batch(point.batch_size, point.shape)
                 self._meter.run(batch, loss)
                 rank_ms = busy_ms(partial(self._meter.run, batch, loss), self._meter.device)
             self._note(replace(point, rank_ms=tuple(rank_ms)))
+            if not self._has_time_for(self._meter.elapsed_s - start_s):
+                return
+
+    def _has_time_for(self, seconds: float) -> bool:
+        """Whether so much is left of the budget by rank 0's clock: a profile takes longer than its point."""
+        answer = [self._used_before_s + self._meter.elapsed_s + seconds <= self._options.budget_s]
+        dist.broadcast_object_list(answer, src=0)
+        return answer[0]
 
     def _end_early(self, failure: dict) -> int:
         self._note(failed_point(failure))
