@@ -23,13 +23,13 @@ LEARNED = 0.9  # the last tenth of the losses over the first tenth, at most
 
 def curve_figures(record: dict[str, Any]) -> dict[str, Any]:
     """Distances of the curves from the unpatched one, and how far that one fell."""
-    curves = {name: np.array(losses) for name, losses in record["curves"].items()}
+    curves = {name: np.array(losses) for name, losses in record["curves"].items() if losses}
     tenth = max(1, record["steps"] // 10)
     figures: dict[str, Any] = {"steps": {name: len(losses) for name, losses in curves.items()}}
     for name, losses in curves.items():
         figures[f"first and last tenth, {name}"] = [losses[:tenth].mean(), losses[-tenth:].mean()]
     for name in (NOISE, PATCHED):
-        if name in curves:
+        if {name, UNPATCHED} <= set(curves):
             away = difference(curves, name)
             figures[name] = {
                 "rms": float(np.sqrt((away**2).mean())),
