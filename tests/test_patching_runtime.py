@@ -63,6 +63,43 @@ class OtherEpsilon(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, 1e-2)
 
 
+class Detached(nn.LayerNorm):
+    def forward(self, x):
+        return super().forward(x.detach())
+
+
+class DetachedWeight(nn.LayerNorm):
+    def forward(self, x):
+        return F.layer_norm(x, self.normalized_shape, self.weight.detach(), self.bias, self.eps)
+
+
+class PositiveWeight(nn.LayerNorm):
+    def forward(self, x):
+        return F.layer_norm(x, self.normalized_shape, self.weight.abs(), self.bias, self.eps)
+
+
+class ClampedInput(nn.LayerNorm):
+    def forward(self, x):
+        return super().forward(x.clamp(-6, 6))
+
+
+class InTraining(nn.LayerNorm):
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.5, self.training)
+
+
+class Called(nn.LayerNorm):
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+class Switched(nn.LayerNorm):
+    factor = 1.0
+
+    def forward(self, x):
+        return super().forward(x) * self.factor
+
+
 KNOWN = {
     "plain": lambda: nn.LayerNorm(FEATURES, elementwise_affine=False),
     "affine": lambda: nn.LayerNorm(FEATURES),
@@ -78,6 +115,11 @@ UNKNOWN = {
     "clamped": lambda: DroppingNorm(FEATURES),
     "other eps": lambda: OtherEpsilon(FEATURES),
     "identity": nn.Identity,
+    "detached": lambda: Detached(FEATURES),
+    "detached weight": lambda: DetachedWeight(FEATURES),
+    "weight made positive": lambda: PositiveWeight(FEATURES),
+    "clamped input": lambda: ClampedInput(FEATURES),
+    "with dropout": lambda: InTraining(FEATURES).eval(),
     "sequence": lambda: nn.Sequential(nn.LayerNorm(FEATURES)),
 }
 
@@ -147,6 +189,22 @@ def test_known_norms_are_recognised(kind):
 @pytest.mark.parametrize("kind", UNKNOWN)
 def test_other_modules_are_not(kind):
     assert recognise(randomised(UNKNOWN[kind]), torch.zeros(2, 5, FEATURES), torch.float32) is None
+
+
+def test_a_call_of_its_own_runs():
+    for norm in (Called(FEATURES), Called(FEATURES, elementwise_affine=False)):
+        x, shift, scale = operands()
+        assert torch.equal(runtime.adaln(norm, x, shift, scale), norm(x) * (1 + scale) + shift)
+        assert not runtime.prepare(norm)
+
+
+def test_an_attribute_that_changes_is_seen():
+    norm = Switched(FEATURES, elementwise_affine=False)
+    x, shift, scale = operands()
+    for norm.factor in (1.0, 2.0):
+        expected = norm(x) * (1 + scale) + shift
+        torch.testing.assert_close(runtime.adaln(norm, x, shift, scale), expected)
+    assert recognise(norm, x, x.dtype) is None
 
 
 def test_asking_changes_neither_the_module_nor_the_random_state():
@@ -305,6 +363,58 @@ def test_prepared_norms_still_take_x_and_are_prepared_once():
     for copied in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
         assert is_prepared(copied) and copied.forward.args[0] is copied
     assert not runtime.prepare(UNKNOWN["sequence"]())
+
+
+def test_a_shallow_copy_of_a_prepared_norm_is_a_norm_of_its_own():
+    norm = randomised(KNOWN["affine"])
+    x, shift, scale = operands()
+    runtime.prepare(norm)
+    twin = copy.copy(norm)
+    twin.eps = 0.5
+    expected = F.layer_norm(x, (FEATURES,), norm.weight, norm.bias, 0.5)
+    torch.testing.assert_close(twin(x), expected)
+    modulated = runtime.adaln(twin, x, shift, scale)
+    torch.testing.assert_close(modulated, expected * (1 + scale) + shift)
+    assert is_prepared(twin) and is_prepared(norm)
+    torch.testing.assert_close(norm(x), F.layer_norm(x, (FEATURES,), norm.weight, norm.bias, norm.eps))
+
+
+def test_weights_that_a_wrapper_sets_at_every_step_are_read_by_the_norm():
+    # FullyShardedDataParallel keeps parameters in one flat tensor, and sets views of it as plain attributes.
+    norm = nn.LayerNorm(FEATURES)
+    x, shift, scale = operands()
+    del norm.weight, norm.bias
+    for step in (1.0, 3.0):
+        norm.__dict__ |= {"weight": torch.full((FEATURES,), step), "bias": torch.full((FEATURES,), step - 1)}
+        expected = norm(x) * (1 + scale) + shift
+        torch.testing.assert_close(runtime.adaln(norm, x, shift, scale), expected)
+
+
+@pytest.mark.parametrize("function", ["jvp", "grad", "vmap"])
+def test_transforms_without_a_rule_for_the_op_get_the_expression(function):
+    norm = randomised(KNOWN["affine"])
+    x, shift, scale = (one.detach() for one in operands())
+    tangent = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
+
+    def transformed(adaln, gated):
+        def total(x):
+            return gated(adaln(norm, x, shift[:1], scale[:1]), x, scale[:1])
+
+        if function == "jvp":
+            return torch.func.jvp(total, (x,), (tangent,))
+        if function == "grad":
+            return torch.func.grad(lambda x: total(x).square().sum())(x)
+        return torch.func.vmap(lambda x: total(x[None]))(x)
+
+    found = transformed(runtime.adaln, runtime.gated_residual)
+    expected = transformed(lambda n, x, t, s: n(x) * (1 + s) + t, lambda r, b, g: r + b * g)
+    torch.testing.assert_close(found, expected)
+
+
+def test_devices_without_the_op_get_the_expression():
+    norm = nn.LayerNorm(FEATURES, device="meta")
+    x, shift, scale = (one.to("meta") for one in operands())
+    assert runtime.adaln(norm, x, shift, scale).shape == x.shape
 
 
 @pytest.mark.parametrize("kind", ["plain", "affine"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import libcst as cst
 
 from al_deepspeed.patching.candidates import RUNTIME, Candidate
@@ -26,6 +28,7 @@ from al_deepspeed.patching.values import (
 )
 
 LONG = 72  # of a call; behind its names and indentation it still fits a line
+ARGUMENT = "_al_argument_"  # of an original, until all that its text reads is known
 COMPACT = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
 
 
@@ -197,20 +200,28 @@ class Original:
 
     def __init__(self, candidate: Candidate, renderer: Renderer, helpers: bool = False) -> None:
         self.candidate, self.renderer, self.helpers = candidate, renderer, helpers
-        self.names = [(name, operand) for name, operand in operands(candidate)]
+        self.names = [(ARGUMENT + name, operand) for name, operand in operands(candidate)]
         renderer.start()
 
     def text(self) -> str:
-        names = (["norm"] if self.candidate.modulated is not None else []) + [name for name, _ in self.names]
-        head = f"lambda {', '.join(names)}: "
-        if self.candidate.residual is None or self.candidate.modulated is None:
-            return head + self._of(self.candidate.value)
+        norm = [f"{ARGUMENT}norm"] if self.candidate.modulated is not None else []
+        names = [*norm, *(name for name, _ in self.names)]
+        text = f"lambda {', '.join(names)}: {self._body()}"
+        others = set(re.findall(r"\w+", text))  # an argument may not hide a variable that the text reads
+        for name in (*names, f"{ARGUMENT}x"):
+            short = name.removeprefix(ARGUMENT)
+            text = re.sub(rf"\b{name}\b", f"{short}_" if short in others else short, text)
+        return text
+
+    def _body(self) -> str:
         candidate = self.candidate
+        if candidate.residual is None or candidate.modulated is None:
+            return self._of(candidate.value)
         definition = candidate.sum_definition
         source = candidate.modulated.x if definition is None else definition.value
         total = self._of(source)
-        self.names.append(("x", Operand(candidate.modulated.x)))
-        return f"{head}{RUNTIME}.then({total}, lambda x: {self._of(candidate.value)})"
+        self.names.append((f"{ARGUMENT}x", Operand(candidate.modulated.x)))
+        return f"{RUNTIME}.then({total}, lambda {ARGUMENT}x: {self._of(candidate.value)})"
 
     def _of(self, value: Value) -> str:
         for name, operand in reversed(self.names):
@@ -227,7 +238,7 @@ class Original:
         if isinstance(value, OnePlus):
             return f"(1 + {self._of(value.base)})"
         if isinstance(value, Normed):
-            return f"norm({self._of(value.x)})"
+            return f"{ARGUMENT}norm({self._of(value.x)})"
         if isinstance(value, Cast):
             return f"{RUNTIME}.cast({self._of(value.base)}, {self._dtype(value.dtype)})"
         return self._code(self.renderer.value(value))

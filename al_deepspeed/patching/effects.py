@@ -5,7 +5,7 @@ from __future__ import annotations
 import libcst as cst
 
 from al_deepspeed.patching.flow import Frame
-from al_deepspeed.patching.values import Attribute, Read, Value
+from al_deepspeed.patching.values import Attribute, Global, Read, Value, is_receiver
 
 RANDOM = frozenset(
     ["rand", "randn", "rand_like", "randn_like", "randint", "normal", "bernoulli", "dropout", "multinomial"]
@@ -25,14 +25,21 @@ def is_harmless(frame: Frame, node: cst.Call) -> bool:
     return name in {"len", "int", "float", "bool", "isinstance", "getattr", "hasattr", "range", "tuple"}
 
 
-def effect(evaluator, frame: Frame, node: cst.Call, callee: Value) -> str:
+def effect(evaluator, frame: Frame, node: cst.Call, callee: Value, given: tuple[Value, ...]) -> str:
     """What an unknown call may change: what it is told to, what it is given, or what else it sees."""
     if changes_in_place(frame, node):
         return "in place"
     if isinstance(callee, Read) and callee.definition.value is None and not callee.definition.parameter:
         return "closure"
+    if isinstance(callee, Global) and callee.name == "setattr":
+        frame.stored_attributes.add("")
+    if any(map(is_receiver, given)):
+        return "method"
     owner = evaluator.class_of(callee.base) if isinstance(callee, Attribute) else None
-    return "method" if owner is not None and owner.method(callee.name) is not None else "call"
+    if owner is None:
+        return "call"
+    holds_module = is_receiver(callee.base) and evaluator.norms.assigned(owner, callee.name)
+    return "call" if holds_module else "method"
 
 
 def changes_in_place(frame: Frame, node: cst.Call) -> bool:

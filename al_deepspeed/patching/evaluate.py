@@ -12,7 +12,7 @@ from al_deepspeed.patching.effects import effect, is_harmless
 from al_deepspeed.patching.flow import Frame
 from al_deepspeed.patching.helpers import see_through
 from al_deepspeed.patching.names import Class, Function, Library
-from al_deepspeed.patching.nodes import children
+from al_deepspeed.patching.nodes import children, descend
 from al_deepspeed.patching.norms import Norms, is_role
 from al_deepspeed.patching.scopes import names_in
 from al_deepspeed.patching.values import (
@@ -84,6 +84,7 @@ class Evaluator:
         method = getattr(self, f"_{type(node).__name__}", None)
         value = method(frame, node) if method is not None else self._other(frame, node)
         frame.values[node] = value
+        frame.marks[node] = len(frame.effects)
         return value
 
     def children(self, frame: Frame, node: cst.CSTNode) -> tuple[Value, ...]:
@@ -156,12 +157,17 @@ class Evaluator:
         if isinstance(node, cst.Lambda | cst.BaseComp):
             names = names_in(node)
             frame.held_back |= names
+            for walrus in descend(node):
+                if isinstance(walrus, cst.NamedExpr) and isinstance(node, cst.BaseComp):
+                    frame.bind_target(walrus.target, None)
             inner = tuple(
                 Read(node, frame, frame.place, frame.names[name]) for name in names if name in frame.names
             )
             return Opaque(node, frame, frame.place, inner, pure=False)
         inner = self.children(frame, node)
         effects = isinstance(node, cst.Await | cst.Yield)
+        if effects:  # others run meanwhile
+            frame.record("in place" if isinstance(node, cst.Yield) else "closure", inner)
         return Opaque(node, frame, frame.place, inner, pure=not effects)
 
     # Calls ----------------------------------------------------------------------------------------------
@@ -184,7 +190,7 @@ class Evaluator:
         if found is None:
             if not (isinstance(callee, Global | Attribute) and is_harmless(frame, node)):
                 receiver = (callee.base,) if isinstance(callee, Attribute) else ()
-                frame.record(effect(self, frame, node, callee), (*given, *receiver))
+                frame.record(effect(self, frame, node, callee, given), (*given, *receiver))
                 return Opaque(node, frame, frame.place, (callee, *given), pure=False, called=True)
             found = Opaque(node, frame, frame.place, (callee, *given))
         return found
@@ -270,7 +276,8 @@ class Evaluator:
         function, receiver, holder = found
         held = None
         if holder is not None:
-            held = Held(holder, function.module.name, f"{function.owner.name}.{function.node.name.value}")
+            owner = "" if function.owner is None else f"{function.owner.name}."
+            held = Held(holder, function.module.name, f"{owner}{function.node.name.value}")
         self.depth += 1
         try:
             return see_through(self, frame, node, function, receiver, arguments, held)
@@ -282,8 +289,7 @@ class Evaluator:
     ) -> tuple[Function, Value | None, Value | None] | None:
         """The function whose source is known, its `self`, and the object that it was found through."""
         if isinstance(callee, Global):
-            function = frame.module.find_function(node.func)
-            return None if function is None else (function, None, None)
+            return self._free_function(frame, node, callee)
         if not isinstance(callee, Attribute):
             return None
         owner = self.class_of(callee.base)
@@ -298,10 +304,14 @@ class Evaluator:
             held = self.norms.attribute_class(owner, callee.name)  # a module: its forward
             forward = held.method("forward") if held is not None else None
             return None if forward is None else (forward, callee, callee)
-        if not self._is_local(callee):
-            function = frame.module.find_function(node.func)
-            return None if function is None else (function, None, None)
-        return None
+        return None if self._is_local(callee) else self._free_function(frame, node, callee)
+
+    def _free_function(self, frame: Frame, node: cst.Call, callee):
+        """What a helper of another module calls is no name here, so it cannot be looked up again."""
+        function = frame.module.find_function(node.func)
+        if function is None:
+            return None
+        return function, None, callee if frame.module.name == "" else None
 
     def _is_overridden(self, owner: Class, name: str) -> bool:
         """Whether a class of the same module derives from the owner and brings its own method."""

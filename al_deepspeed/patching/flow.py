@@ -13,6 +13,8 @@ from al_deepspeed.patching.names import Function
 from al_deepspeed.patching.scopes import free_names, names_bound_in, names_in
 from al_deepspeed.patching.values import Definition, Item, Opaque, Place, Value, is_receiver
 
+LETS_ERRORS_OUT = frozenset(["autocast", "nullcontext", "record_function", "range", "annotate"])
+
 
 class Frame:
     """One function under evaluation, or one helper seen through at one call.
@@ -20,8 +22,9 @@ class Frame:
     reads: the definition that a Name node read. values: what an expression node computes.
     roots: the outermost expressions of the statements, in order of evaluation.
     snapshots: the names as they were when a statement began.
-    effects: (statement and those around it, what, values): "in place" changes, and calls with what was passed
-        to them: of a function nested here ("closure"), of a "method" of known source, or any other "call".
+    effects: in order, (statement and those around it, what, values): "in place" changes, and calls with what
+        was passed to them: of a function nested here ("closure"), a "method", or any other "call".
+    marks: how many effects had happened when an expression's value was there.
     """
 
     def __init__(self, function: Function, evaluator, caller: Frame | None = None) -> None:
@@ -38,15 +41,23 @@ class Frame:
         self.snapshots: dict[Place, dict[str, Definition]] = {}
         self.statements: dict[Place, cst.CSTNode] = {}
         self.effects: list[tuple[tuple[Place, ...], str, tuple[Value, ...]]] = []
+        self.marks: dict[cst.CSTNode, int] = {}
         self.blocks = 0
+        self.surroundings: list[cst.CSTNode] = []  # the `with` statements and loops around the statement
+        self.surrounding: dict[int, tuple[cst.CSTNode, ...]] = {}  # those around a block
         self.stack: list[Place] = []  # the statement under evaluation, below those that hold its block
         self.held_back: set[str] = set()  # names whose statements stay: global, nonlocal, read by closures
+        self.of_module: set[str] = set()  # names declared global
         self.fixed_blocks: set[int] = set()  # bodies of try: an exception can leave them anywhere
         self.stored_attributes: set[str] = set()
 
     @property
     def place(self) -> Place:
         return self.stack[-1] if self.stack else Place(0, -1)
+
+    def around(self, place: Place, kinds: tuple[type, ...] = (cst.With,)) -> list[cst.CSTNode]:
+        """The `with` statements around a place, or other statements."""
+        return [node for node in self.surrounding.get(place.block, ()) if isinstance(node, kinds)]
 
     # Names ----------------------------------------------------------------------------------------------
 
@@ -90,10 +101,30 @@ class Frame:
     def record(self, what: str, values: tuple[Value, ...]) -> None:
         self.effects.append((tuple(self.stack), what, values))
 
+    def unbind(self, target: cst.CSTNode) -> None:
+        """What `del` does."""
+        self.evaluator.evaluate(self, target)
+        if isinstance(target, cst.Name):
+            self.bind(target.value, None)
+        elif isinstance(target, cst.Tuple | cst.List):
+            for element in target.elements:
+                self.unbind(element.value)
+        else:
+            self.record("in place", (self.evaluator.evaluate(self, target.value),))
+
+    def keep(self, *nodes: cst.CSTNode | None) -> None:
+        """Names in expressions that this walk does not follow keep what they are bound to."""
+        for name in set().union(*(names_in(node) for node in nodes if node is not None)):
+            if name in self.names:
+                self.names[name].read_elsewhere()
+
     # Blocks ---------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         node = self.function.node
+        for name in self.function.seen:
+            self.bind(name, None, parameter=name == self.function.receiver)
+            self.held_back.add(name)
         parameters = node.params
         for parameter in (*parameters.posonly_params, *parameters.params, *parameters.kwonly_params):
             self.bind(parameter.name.value, None, parameter=True)
@@ -110,6 +141,7 @@ class Frame:
         """Evaluates a suite in the names as they are; whether its end is never reached."""
         self.blocks += 1
         number = self.blocks
+        self.surrounding[number] = tuple(self.surroundings)
         if fixed or any(place.block in self.fixed_blocks for place in self.stack):
             self.fixed_blocks.add(number)
         ends = False
@@ -149,17 +181,20 @@ class Frame:
                     self._root(part)
                     if isinstance(node, cst.Return):
                         self.returned.append(part)
+            self.keep(getattr(node, "cause", None))
             return True
         elif isinstance(node, cst.Break | cst.Continue):
             return True
         elif isinstance(node, cst.Global | cst.Nonlocal):
             self.held_back |= {item.name.value for item in node.names}
+            if isinstance(node, cst.Global):
+                self.of_module |= {item.name.value for item in node.names}
         elif isinstance(node, cst.Import | cst.ImportFrom):
             self._import(node)
         elif isinstance(node, cst.Expr):
             self._root(node.value)
         elif isinstance(node, cst.Del):
-            self.evaluator.evaluate(self, node.target)
+            self.unbind(node.target)
         elif isinstance(node, cst.Assert):
             self._root(node.test)
             if node.msg is not None:
@@ -173,8 +208,8 @@ class Frame:
             name = alias.asname.name if alias.asname is not None else alias.name
             while isinstance(name, cst.Attribute):
                 name = name.value
-            if name.value not in self.module.imports:
-                self.bind(name.value, None)
+            if self.module.imports.get(name.value) != self.module.imported(node, alias):
+                self.bind(name.value, None)  # something else than the module calls so
 
     def _augmented(self, node: cst.AugAssign) -> None:
         before = self.evaluator.evaluate(self, node.target)
@@ -195,7 +230,7 @@ class Frame:
                 value = self._root(item.item)
                 if item.asname is not None:
                     self.bind_target(item.asname.name, Opaque(item.item, self, self.place, (value,), False))
-            self.block(node.body)
+            self._inner(node, fixed=not all(map(self._lets_errors_out, node.items)))
         elif isinstance(node, cst.For | cst.While):
             self._loop(node)
         elif isinstance(node, cst.Try | cst.TryStar):
@@ -205,7 +240,19 @@ class Frame:
             self.bind(node.name.value, None)
         elif isinstance(node, cst.Match):
             self._root(node.subject)
+            self.keep(*(part for case in node.cases for part in (case.pattern, case.guard)))
             self._branches([case.body for case in node.cases], names_bound_in(node), True)
+
+    def _inner(self, node: cst.With | cst.For | cst.While, fixed: bool = False) -> None:
+        self.surroundings.append(node)
+        self.block(node.body, fixed)
+        self.surroundings.pop()
+
+    def _lets_errors_out(self, item: cst.WithItem) -> bool:
+        """Whether the context is known not to catch what is raised inside."""
+        call = item.item.func if isinstance(item.item, cst.Call) else item.item
+        name = self.module.qualified(call) or ""
+        return name.startswith("torch.") or name.rpartition(".")[2] in LETS_ERRORS_OUT
 
     def _if(self, node: cst.If) -> None:
         self._root(node.test)
@@ -255,7 +302,7 @@ class Frame:
         else:
             self.bind_target(node.target, None)
         start = dict(self.names)
-        self.block(node.body)
+        self._inner(node)
         for name, merge in merges.items():
             if name in self.names and self.names[name] is not merge:
                 merge.add_source(self.names[name])
@@ -274,6 +321,7 @@ class Frame:
                     definition.read_elsewhere()
         ends = [self.names]
         unsure = {**before, **self.names}
+        self.keep(*(handler.type for handler in node.handlers))
         for handler in node.handlers:
             self.names = dict(unsure)
             for name in names_bound_in(node.body):

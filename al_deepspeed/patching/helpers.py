@@ -10,7 +10,16 @@ import libcst as cst
 
 from al_deepspeed.patching.flow import Frame
 from al_deepspeed.patching.names import Function
-from al_deepspeed.patching.values import Held, Inlined, Normed, Opaque, Value, within
+from al_deepspeed.patching.values import (
+    Held,
+    Inlined,
+    Normed,
+    Opaque,
+    Value,
+    has_effects,
+    walk,
+    within,
+)
 
 TRANSPARENT = frozenset(
     {"staticmethod", "jit_fuser", "script", "compile"}
@@ -39,15 +48,27 @@ def see_through(
     for name, value in bound.items():
         if isinstance(value, Value):
             frame.bind(name, value)
-        else:  # a default
+        elif _is_literal(value):
             frame.bind(name, evaluator.evaluate(frame, value))
+        else:  # a default computed where the helper was defined
+            frame.bind(name, None)
     for statement in _statements(function.node):
         for small in statement.body:
             frame._simple(small, None)
     result = frame.values.get(returned.value)
     if result is None or frame.effects or not _is_arithmetic(frame):
         return None
-    return Inlined(node, caller, caller.place, result, tuple(value for _, value in arguments), held)
+    given = tuple(value for _, value in arguments)
+    needed = set(map(id, walk(result)))
+    if any(has_effects(value) and id(value) not in needed for value in given):
+        return None  # the call would be lost with the argument
+    return Inlined(node, caller, caller.place, result, given, held)
+
+
+def _is_literal(default: cst.BaseExpression) -> bool:
+    if isinstance(default, cst.Name):
+        return default.value in ("None", "True", "False")
+    return isinstance(default, cst.Integer | cst.Float | cst.SimpleString)
 
 
 def _is_arithmetic(frame: Frame) -> bool:

@@ -10,12 +10,15 @@ import ast
 import contextlib
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
+
+from al_deepspeed.patching.scopes import names_bound_in
 
 Resolve = Callable[[str], str | None]
 ELSEWHERE = sys.stdlib_module_names | {"torch", "numpy", "einops"}  # no norms or helpers of models there
@@ -38,6 +41,7 @@ class Function:
     module: Module
     owner: Class | None = None
     receiver: str | None = None  # the name of `self`: the first argument, or that of the method around it
+    seen: frozenset[str] = frozenset()  # names of the functions around it, which hide those of the module
 
     @property
     def decorators(self) -> set[str]:
@@ -65,6 +69,10 @@ class Class:
     module: Module
     methods: dict[str, Function] = field(default_factory=dict)
 
+    def defines_once(self, name: str) -> bool:
+        """Whether the class binds the name in one place: no other definition may be the one that counts."""
+        return _bindings(self.node.body)[name] == 1
+
     def ancestry(self, seen: tuple[Class, ...] = ()) -> Iterator[Class]:
         """This class and those it derives from, as far as their source is known."""
         yield self
@@ -85,7 +93,7 @@ class Class:
     def method(self, name: str) -> Function | None:
         for ancestor in self.ancestry():
             if name in ancestor.methods:
-                return ancestor.methods[name]
+                return ancestor.methods[name] if ancestor.defines_once(name) else None
         return None
 
 
@@ -103,7 +111,8 @@ class Module:
         self._spans: dict[str, tuple[int, int]] = {}
         self._classes: dict[str, Class | None] = {}
         self._functions: dict[str, Function | None] = {}
-        self._outline(outlined(source).body)
+        self._outlined = outlined(source)
+        self._outline(self._outlined.body)
         for statement in () if tree is None else _top_level(tree):
             self._add(statement)
 
@@ -129,6 +138,15 @@ class Module:
                 source = relative_to(self.name, "." * node.level + (node.module or ""))
                 dot = "" if source.endswith(".") else "."
                 self.imports.setdefault(alias.asname or alias.name, f"{source}{dot}{alias.name}")
+
+    def imported(self, node: cst.Import | cst.ImportFrom, alias: cst.ImportAlias) -> str:
+        """The dotted name that an import inside a function gives to a local name, as in `imports`."""
+        name = get_full_name_for_node(alias.name)
+        if isinstance(node, cst.Import):
+            return name if alias.asname is not None else name.partition(".")[0]
+        written = "." * len(node.relative) + (get_full_name_for_node(node.module) if node.module else "")
+        source = relative_to(self.name, written)
+        return f"{source}{'' if source.endswith('.') else '.'}{name}"
 
     def _add(self, statement: cst.CSTNode) -> None:
         if isinstance(statement, cst.ClassDef):
@@ -167,6 +185,23 @@ class Module:
         first, dot, rest = full.partition(".")
         return self.imports.get(first, first) + dot + rest
 
+    def defines_once(self, name: str) -> bool:
+        """Whether the module binds the name in one place alone: it stands for what is defined there."""
+        return self._bound[name] == 1 and name not in self._rebound
+
+    def binds(self, name: str) -> bool:
+        return name in self._bound or name in self._rebound
+
+    @cached_property
+    def _bound(self) -> Counter[str]:
+        return Counter(_bound_names(self._outlined.body))
+
+    @cached_property
+    def _rebound(self) -> set[str]:
+        """By functions."""
+        shared = [node for node in ast.walk(self._outlined) if isinstance(node, ast.Global)]
+        return {name for node in shared for name in node.names}
+
     def _find(self, node: cst.CSTNode, kind: str):
         full = get_full_name_for_node(node) if isinstance(node, cst.Name | cst.Attribute) else None
         if full is None or (full.partition(".")[0] not in self.imports and "." in full):
@@ -177,11 +212,45 @@ class Module:
         return self._find(node, "class")
 
     def find_function(self, node: cst.CSTNode) -> Function | None:
-        return self._find(node, "function")
+        """The function that a name of this module stands for, unless something else may take its place."""
+        found = self._find(node, "function")
+        first = (get_full_name_for_node(node) or "").partition(".")[0]
+        if found is None or not self.defines_once(first):
+            return None
+        return found if found.module.defines_once(found.node.name.value) else None
 
     def imported_classes(self) -> list[Class]:
         found = [self.library.find(self, name, "class") for name in self.imports.values() if "." in name]
         return [item for item in found if item is not None]
+
+
+def _bound_names(body: list[ast.stmt]) -> Iterator[str]:
+    """Names that statements bind in their own scope, as often as they do."""
+    for statement in body:
+        for node in _own_nodes(statement):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield node.name
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                yield node.id
+            elif isinstance(node, ast.alias):
+                yield node.asname or node.name.partition(".")[0]
+
+
+def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """The node and those below it in the same scope."""
+    yield node
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+        for child in ast.iter_child_nodes(node):
+            yield from _own_nodes(child)
+
+
+def _bindings(body: cst.CSTNode) -> Counter[str]:
+    """How many statements of a class's suite bind each name."""
+    bound: Counter[str] = Counter()
+    for statement in body.body:
+        defines = isinstance(statement, cst.FunctionDef | cst.ClassDef)
+        bound.update([statement.name.value] if defines else names_bound_in(statement))
+    return bound
 
 
 def _top_level(tree: cst.Module):

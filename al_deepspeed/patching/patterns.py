@@ -95,6 +95,33 @@ class Residual:
     dtype: DType | None = None
 
 
+# Methods that take `1 +` along: f(1 + scale) is 1 + f(scale).
+SAME_VALUES = frozenset(
+    [
+        "[]",
+        "unsqueeze",
+        "squeeze",
+        "view",
+        "reshape",
+        "expand",
+        "chunk",
+        "split",
+        "unbind",
+        "transpose",
+        "permute",
+        "contiguous",
+        "flatten",
+        "unflatten",
+        "narrow",
+        "select",
+        "movedim",
+        "clone",
+        "detach",
+        "repeat",
+    ]
+)
+
+
 class NoMatch(Exception):
     """The value looks like the pattern up to a point; the message says what is missing."""
 
@@ -220,7 +247,9 @@ def _one_plus(value: Value, trail: Trail) -> Operand | None:
             trail.add(passed)
             whole = meaning(outer)
             return Operand(value.base) if whole is value else Operand(whole, value)
-        if not isinstance(value, View) or any(not _is_constant(other) for other in value.others):
+        if not isinstance(value, View) or value.method not in SAME_VALUES:
+            return None
+        if any(not _is_constant(other) for other in value.others):
             return None
         passed.through(value)
         value = value.base

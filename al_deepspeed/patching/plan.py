@@ -16,9 +16,9 @@ import libcst as cst
 
 from al_deepspeed.patching.calls import build_call, operands
 from al_deepspeed.patching.candidates import Candidate
+from al_deepspeed.patching.changes import changed_between
 from al_deepspeed.patching.flow import Frame
-from al_deepspeed.patching.nodes import names_below
-from al_deepspeed.patching.patterns import origin
+from al_deepspeed.patching.nodes import descend, names_below
 from al_deepspeed.patching.rendering import Renderer, Unavailable, bare
 from al_deepspeed.patching.values import (
     Attribute,
@@ -27,13 +27,9 @@ from al_deepspeed.patching.values import (
     Normed,
     Place,
     Product,
-    Read,
     Sum,
     Value,
-    is_receiver,
     meaning,
-    same,
-    within,
 )
 
 
@@ -100,12 +96,9 @@ class _Planner:
 
     def run(self) -> tuple[Candidate, str] | None:
         """The first candidate that cannot be, with the reason; None when all can."""
+        self._absorb()
         for candidate in self.accepted:
-            reason = self._absorb(candidate)
-            if reason:
-                return candidate, reason
-        for candidate in self.accepted:
-            reason = self._between(candidate)
+            reason = self._obstacle(candidate) or changed_between(self.frame, candidate)
             if reason:
                 return candidate, reason
         for candidate in self.accepted:
@@ -124,7 +117,26 @@ class _Planner:
 
     # What falls away ------------------------------------------------------------------------------------
 
-    def _absorb(self, candidate: Candidate) -> str | None:
+    def _absorb(self) -> None:
+        """Definitions go that nothing reads any more but expressions that go themselves."""
+        replaced: set[cst.Name] = set()
+        for candidate in self.accepted:
+            roots = [candidate.root, candidate.sum_root]
+            if candidate.sum_definition is not None:
+                roots.append(candidate.sum_definition.value.node)
+            replaced = replaced.union(*(names_below(root) for root in roots if root is not None))
+            for definition, _ in candidate.absorbed:
+                if self._may_go(definition, candidate):
+                    self.removed[definition] = None
+        while True:
+            gone = replaced | self._gone()
+            kept = [one for one in self.removed if any(read not in gone for read in one.reads)]
+            if not kept:
+                return
+            for definition in kept:
+                del self.removed[definition]
+
+    def _obstacle(self, candidate: Candidate) -> str | None:
         if candidate.residual is not None and candidate.residual.sum.in_place:
             return "the residual is added in place (+=), which others may see"
         if candidate.modulated is not None:
@@ -132,9 +144,11 @@ class _Planner:
             if isinstance(norm, Attribute) and norm.name == "forward":
                 return "the norm is the class's own base"
         for definition, _ in candidate.absorbed:
-            if self._may_go(definition, candidate):
-                self.removed.setdefault(definition, None)
-            elif _is_heavy(definition.value):
+            if definition in self.removed:
+                continue
+            if self.frame.around(definition.place) != self.frame.around(candidate.place):
+                return f"{definition.name}, a step of it, is computed under another `with`"
+            if _is_heavy(definition.value):
                 return f"{definition.name}, a step of it, is used elsewhere too, or bound in another block"
         return None
 
@@ -147,38 +161,6 @@ class _Planner:
             and definition.place.block not in self.frame.fixed_blocks
             and all(read in self.consumed for read in definition.reads)
         )
-
-    def _between(self, candidate: Candidate) -> str | None:
-        """Whether something between the steps could change what they read."""
-        places = [definition.place for definition, _ in candidate.absorbed if definition in self.removed]
-        if candidate.sum_definition is not None:
-            places.append(candidate.sum_definition.place)
-        places = [place for place in places if place.block == candidate.place.block]
-        if not places:
-            return None
-        first, last = min(place.index for place in places), candidate.place.index
-        leaves = [
-            part for value in self._steps(candidate) for part in within(value) if isinstance(part, Read)
-        ]
-        for stack, what, values in self.frame.effects:
-            inside = [p for p in stack if p.block == candidate.place.block and first < p.index < last]
-            if not inside:
-                continue
-            if what == "in place":
-                return "a tensor is changed in place between its steps"
-            if what == "closure" and any(leaf.definition.name in self.frame.held_back for leaf in leaves):
-                return "a function that sees its tensors is called between its steps"
-            if what == "method" and (self.frame.stored_attributes or any(map(_is_held, leaves))):
-                return "a method that may see its tensors is called between its steps"
-            if any(same(origin(v), origin(leaf)) for v in values for leaf in leaves if not is_receiver(leaf)):
-                return "one of its tensors is passed to a call between its steps"
-        return None
-
-    def _steps(self, candidate: Candidate) -> list[Value]:
-        steps = [definition.value for definition, _ in candidate.absorbed if definition.value is not None]
-        if candidate.sum_definition is not None:
-            steps.append(candidate.sum_definition.value)
-        return [*steps, candidate.value]
 
     # Where the call goes --------------------------------------------------------------------------------
 
@@ -198,6 +180,8 @@ class _Planner:
         definition = candidate.sum_definition
         if definition.statement is None or definition.place.block in self.frame.fixed_blocks:
             raise Unavailable("the residual sum is not a statement of its own")
+        if _is_conditional(self.frame.statements[candidate.place], candidate.root):
+            raise Unavailable("the norm is one branch of an expression")
         before = dict(self.removed)
         try:
             self._place_at_sum(candidate)
@@ -340,9 +324,17 @@ class _Planner:
         return Renderer(self.frame, place, roots, self.removed, self.edits.expressions)
 
 
-def _is_held(value: Value) -> bool:
-    """Whether it is taken from an attribute, as a method can take it."""
-    return isinstance(origin(value), Attribute)
+def _is_conditional(statement: cst.CSTNode, root: cst.BaseExpression) -> bool:
+    """Whether the expression is evaluated only if another one in its statement comes out that way."""
+    parts = []
+    for node in descend(statement):
+        if isinstance(node, cst.IfExp):
+            parts += [node.body, node.orelse]
+        elif isinstance(node, cst.BooleanOperation):
+            parts.append(node.right)
+        elif isinstance(node, cst.Comparison):
+            parts += [target.comparator for target in node.comparisons[1:]]
+    return any(inner is root for part in parts for inner in descend(part))
 
 
 def _is_heavy(value: Value | None) -> bool:

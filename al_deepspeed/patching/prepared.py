@@ -7,6 +7,7 @@ calls the module. Norms that somebody else works on (hooks, another forward) are
 
 from __future__ import annotations
 
+import copy
 import weakref
 from functools import partial
 
@@ -33,7 +34,7 @@ def is_free(norm) -> bool:
     """Whether nobody else hooks into the norm or all modules. DeepSpeed's hooks only gather parameters."""
     if not isinstance(norm, nn.Module):
         return True
-    if _has_any_global_hook():
+    if _has_any_global_hook() or not calls_forward(type(norm)):
         return False
     if len(left_alone) and norm in left_alone:
         return False
@@ -51,9 +52,15 @@ def is_free(norm) -> bool:
     return True
 
 
+@torch.compiler.assume_constant_result
+def calls_forward(cls: type) -> bool:
+    """Whether calling the module is nothing but its forward and hooks."""
+    return cls.__call__ is nn.Module.__call__
+
+
 def is_prepared(norm: nn.Module) -> bool:
     forward = norm.__dict__.get("forward")
-    return isinstance(forward, partial) and forward.func is _forward
+    return isinstance(forward, partial) and forward.func is _forward and forward.args[0] is norm
 
 
 def prepare(norm: nn.Module) -> bool:
@@ -71,8 +78,29 @@ def prepare(norm: nn.Module) -> bool:
     if torch.compiler.is_compiling():
         return False
     if any(parameter is not None for parameter in norm._parameters.values()):
-        norm.forward = partial(_forward, norm)  # not a bound method: it can be pickled
+        vars(norm).update(_bound(norm))
     return True
+
+
+def _bound(norm: nn.Module) -> dict:
+    """What a prepared norm holds of itself; not bound methods: they can be pickled."""
+    return {"forward": partial(_forward, norm), "__getstate__": partial(_State, norm)}
+
+
+class _State(dict):
+    """What copies of a prepared norm are made of. A shallow one is not prepared, others are, each by itself."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__(vars(norm))
+        self.norm = norm
+        for name in _bound(norm):
+            del self[name]
+
+    def __deepcopy__(self, memo: dict) -> dict:
+        return copy.deepcopy(dict(self), memo) | _bound(memo[id(self.norm)])
+
+    def __reduce__(self) -> tuple:
+        return dict, ({**self, **_bound(self.norm)},)
 
 
 def _ask_ahead(norm: nn.Module) -> None:

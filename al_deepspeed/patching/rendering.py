@@ -14,6 +14,7 @@ from al_deepspeed.patching.values import (
     Attribute,
     Definition,
     Global,
+    Inlined,
     Item,
     Normed,
     Place,
@@ -57,7 +58,17 @@ class Renderer:
             return cst.Name("None")
         if operand.inside is None:
             return self.value(operand.value)
-        return self._rewritten(operand.value, {operand.inside: operand.inside.base})
+        return self._without_one(operand.value, operand.inside)
+
+    def _without_one(self, value: Value, inside: Value) -> cst.BaseExpression:
+        """The views and casts of a `1 + scale`, through the names in between, made of the scale instead."""
+        if value is inside:
+            return self.value(inside.base)
+        if isinstance(value, Read):
+            return self._without_one(value.definition.value, inside)
+        if isinstance(value, Inlined):
+            return self._without_one(value.result, inside)
+        return self._rewritten(value, {value.base: lambda: self._without_one(value.base, inside)})
 
     def value(self, value: Value) -> cst.BaseExpression:
         if isinstance(value, Read):
@@ -137,7 +148,7 @@ class Renderer:
         if value is None:
             return None
         if value in inside:
-            return lambda: self.value(inside[value])
+            return inside[value]
         if node in self.replacements:
             return self.replacements[node]
         if isinstance(value, Read):
@@ -151,6 +162,8 @@ class Renderer:
             Unavailable: it has effects and would move, or reads what may differ here.
         """
         moved = value.place != self.place
+        if self.frame.around(value.place) != self.frame.around(self.place):
+            raise Unavailable(f"{self.code(value)} is computed under another `with`", value)
         if (moved or value.frame is not self.frame) and has_effects(value):
             reason = f"{self.code(value)} is computed by an earlier statement, and more happens between"
             raise Unavailable(reason, value)
@@ -163,6 +176,13 @@ class Renderer:
                 raise Unavailable(f"the attribute {part.name} is assigned in this function")
             if isinstance(part, Global) and not self._is_shared(part):
                 raise Unavailable(f"the helper uses {part.name} of its own module")
+            if isinstance(part, Global) and self._is_hidden(part):
+                raise Unavailable(f"the helper uses the module's {part.name}, not this function's")
+
+    def _is_hidden(self, name: Global) -> bool:
+        """Whether a helper's global name is one of the function's own here."""
+        own = name.frame is not self.frame and self.frame.definitions
+        return any(definition.name == name.name for definition in own or ())
 
     def _is_shared(self, name: Global) -> bool:
         """Whether a helper's global name means the same in the module that is rewritten."""

@@ -20,10 +20,12 @@ from al_deepspeed.patching.names import Class, Function, Library, Module, Resolv
 from al_deepspeed.patching.nodes import children, descend
 from al_deepspeed.patching.norms import Norms
 from al_deepspeed.patching.plan import Edits, Planned, plan
+from al_deepspeed.patching.scopes import own_names
 from al_deepspeed.patching.sites import Left, Rewritten, Site
 
 IMPORT = f"from al_deepspeed.patching import runtime as {RUNTIME}"
-FUSING_DECORATORS = frozenset({"jit_fuser"})  # the op is opaque to TorchScript
+FUSING_DECORATORS = frozenset({"torch.jit.script", "torch.jit.script_if_tracing"})
+FUSER = "jit_fuser"  # Megatron's, which scripts too; the op is opaque to TorchScript
 
 
 def rewrite(
@@ -69,20 +71,26 @@ def rewrite(
     left.sort(key=lambda item: item.line)
     if not sites:
         return Rewritten(source, (), tuple(left))
-    unfused = _without_fusing(tree, rewritten)
-    apply = _Apply(edits, unfused)
+    unfused = _without_fusing(tree, module, rewritten)
+    apply = _Apply(edits, module, unfused)
     body = [s.visit(apply) if unfused & set(descend(s)) else s for s in tree.body]
     result = tree.with_changes(body=body)
     return Rewritten(_with_import(result).code, tuple(sites), tuple(left))
 
 
-def _function(node: cst.FunctionDef, module: Module, around: Class | Function | None) -> Function:
+def _function(
+    node: cst.FunctionDef, module: Module, around: Class | Function | None, seen: frozenset[str]
+) -> Function:
+    """seen: names of the functions around it."""
     if isinstance(around, Class):
-        return method(node, module, around)
-    if isinstance(around, Function):  # nested: `self` of the method around it is still in sight
-        shadowed = around.receiver in {parameter.name.value for parameter in node.params.params}
-        return Function(node, module, around.owner, None if shadowed else around.receiver)
-    return Function(node, module)
+        function = method(node, module, around)
+    elif isinstance(around, Function):  # nested: `self` of the method around it is still in sight
+        shadowed = around.receiver in own_names(node)
+        function = Function(node, module, around.owner, None if shadowed else around.receiver)
+    else:
+        function = Function(node, module)
+    function.seen = seen - own_names(node)
+    return function
 
 
 def _is_rewritten(node: cst.FunctionDef) -> bool:
@@ -140,28 +148,30 @@ def _functions(tree: cst.Module, module: Module) -> list[tuple[Function, str]]:
     """All functions of the module with their names, methods and nested functions too."""
     found: list[tuple[Function, str]] = []
 
-    def visit(node: cst.CSTNode, names: tuple[str, ...], around: Class | Function | None) -> None:
+    def visit(node, names: tuple[str, ...], around: Class | Function | None, seen=frozenset()) -> None:
         for child in children(node):
             if isinstance(child, cst.ClassDef):
                 known = module.get("class", child.name.value)
                 inner = known if known is not None and known.node is child else None
-                visit(child, (*names, child.name.value), inner)
+                visit(child, (*names, child.name.value), inner, seen)
             elif isinstance(child, cst.FunctionDef):
                 path = (*names, child.name.value)
-                function = _function(child, module, around)
+                function = _function(child, module, around, seen)
                 found.append((function, ".".join(path)))
-                visit(child, path, function)
+                visit(child, path, function, seen | own_names(child))
             elif not isinstance(child, cst.BaseExpression):
-                visit(child, names, around)
+                visit(child, names, around, seen)
 
     visit(tree, (), None)
     return found
 
 
-def _without_fusing(tree: cst.Module, rewritten: set[cst.FunctionDef]) -> set[cst.FunctionDef]:
+def _without_fusing(
+    tree: cst.Module, module: Module, rewritten: set[cst.FunctionDef]
+) -> set[cst.FunctionDef]:
     """Functions that call the op now, themselves or through others of the file, and cannot be fused."""
     functions = [node for node in descend(tree) if isinstance(node, cst.FunctionDef)]
-    fused = [node for node in functions if any(map(_is_fuser, node.decorators))]
+    fused = [node for node in functions if any(_is_fuser(one, module) for one in node.decorators)]
     called = {node: _called_names(node) for node in fused}
     reached = set(rewritten)
     while True:
@@ -178,18 +188,17 @@ def _called_names(node: cst.CSTNode) -> set[str]:
     return {name.value for name in last if isinstance(name, cst.Name)}
 
 
-def _is_fuser(decorator: cst.Decorator) -> bool:
-    node = decorator.decorator
-    text = cst.Module([]).code_for_node(node)
-    return text.rpartition(".")[2] in FUSING_DECORATORS or text == "torch.jit.script"
+def _is_fuser(decorator: cst.Decorator, module: Module) -> bool:
+    name = module.qualified(decorator.decorator) or ""
+    return name in FUSING_DECORATORS or name.rpartition(".")[2] == FUSER
 
 
 class _Apply(cst.CSTTransformer):
     """Puts the new expressions and statements in place of the old, node by node."""
 
-    def __init__(self, edits: Edits, unfused: set[cst.FunctionDef]) -> None:
+    def __init__(self, edits: Edits, module: Module, unfused: set[cst.FunctionDef]) -> None:
         super().__init__()
-        self.edits, self.unfused = edits, unfused
+        self.edits, self.module, self.unfused = edits, module, unfused
 
     def on_visit(self, node):
         if node in self.edits.expressions or self.edits.statements.get(node) is not None:
@@ -228,7 +237,7 @@ class _Apply(cst.CSTTransformer):
     def leave_FunctionDef(self, original_node, updated_node):
         if original_node not in self.unfused:
             return updated_node
-        kept = [d for d in updated_node.decorators if not _is_fuser(d)]
+        kept = [d for d in updated_node.decorators if not _is_fuser(d, self.module)]
         if len(kept) == len(updated_node.decorators):
             return updated_node
         return updated_node.with_changes(decorators=kept)

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 
 from al_deepspeed.ops import gated_residual as fused_gated_residual
 from al_deepspeed.patching.as_read import are_as_read
@@ -264,7 +266,7 @@ def _residual_adaln(norm, residual, branch, gate, shift, scale, sum_dtype, casts
 
 def _known(norm, x: Tensor, dtype: torch.dtype) -> Known | None:
     """What the norm computes, when the op may compute it in its place."""
-    known = recognise(norm, x, dtype) if is_free(norm) else None
+    known = recognise(norm, x, dtype) if is_free(norm) and not _is_transformed() else None
     if known is not None and known.affine and not is_prepared(norm) and not prepare(norm):
         return None
     return known
@@ -277,11 +279,18 @@ def _run(norm, known: Known, fitted: Fitted, out_dtype: torch.dtype):
 
 
 def _gated_residual(residual, branch, gate, sum_dtype: torch.dtype) -> Tensor:
-    fits = gate is not None and _wider(sum_dtype, residual.dtype)
+    fits = gate is not None and _wider(sum_dtype, residual.dtype) and not _is_transformed()
     fitted = fit(residual.to(sum_dtype), branch, gate, None, None) if fits else None
     if fitted is None:
         return _eager_sum(residual, branch, gate, sum_dtype)
     return fused_gated_residual(fitted.x, fitted.branch, fitted.gate, layout=fitted.layout)
+
+
+def _is_transformed() -> bool:
+    """Whether torch.func or forward-mode differentiation is at work: the op has rules for neither."""
+    if torch.compiler.is_compiling():
+        return False
+    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def _wider(dtype: torch.dtype, than: torch.dtype) -> bool:

@@ -16,12 +16,7 @@ def free_names(node: cst.FunctionDef | cst.ClassDef) -> set[str]:
     names = {name.value for child in children(node) for name in names_below(child)}
     if isinstance(node, cst.ClassDef):
         return names
-    shared = {
-        item.name.value
-        for inner in descend(node)
-        if isinstance(inner, cst.Nonlocal | cst.Global)
-        for item in inner.names
-    }
+    shared = _shared_names(node)
     parameters = {inner.name.value for inner in descend(node.params) if isinstance(inner, cst.Param)}
     defaults = {
         name.value
@@ -31,6 +26,21 @@ def free_names(node: cst.FunctionDef | cst.ClassDef) -> set[str]:
     }
     own = parameters | names_bound_in(node.body)
     return (names - own) | shared | defaults | _names_of_inner(node.body)
+
+
+def own_names(node: cst.FunctionDef) -> set[str]:
+    """The function's own: its arguments and what it binds, but not what it shares with others."""
+    parameters = {inner.name.value for inner in descend(node.params) if isinstance(inner, cst.Param)}
+    return (parameters | names_bound_in(node.body)) - _shared_names(node)
+
+
+def _shared_names(node: cst.CSTNode) -> set[str]:
+    return {
+        item.name.value
+        for inner in descend(node)
+        if isinstance(inner, cst.Nonlocal | cst.Global)
+        for item in inner.names
+    }
 
 
 def _names_of_inner(body: cst.CSTNode) -> set[str]:
@@ -49,6 +59,8 @@ def names_bound_in(node: cst.CSTNode) -> set[str]:
             bound |= _target_names(inner.target)
         elif isinstance(inner, cst.AsName):
             bound |= _target_names(inner.name)
+        elif isinstance(inner, cst.ImportAlias) and inner.asname is None:
+            bound |= {name.value for name in names_below(inner.name)}
         elif isinstance(inner, cst.MatchAs | cst.MatchStar) and inner.name is not None:
             bound.add(inner.name.value)
     return bound

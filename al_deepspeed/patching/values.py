@@ -178,8 +178,9 @@ class Normed(Value):
 
 @dataclass(frozen=True)
 class Held:
-    """A function found through an object, which may hold another one at run time: a subclass's, a hook's.
+    """A function found through a name, or through an object: another may stand there at run time.
 
+    holder: the free function itself, or the object whose method or forward it is.
     module, name: of the function that was read, "" for the module that is rewritten.
     """
 
