@@ -293,6 +293,7 @@ cudaError_t launch(const AdalnForward& op, const Geometry& geometry, cudaStream_
     if (plan.vectors == 4) return start(forward_rows<T, P, 4, kBranch>);
     if constexpr (!kBranch) {
       if (plan.vectors == 12) return start(forward_rows<T, P, 12, kBranch>);
+      if (plan.vectors == 10) return start(forward_rows<T, P, 10, kBranch>);  // D = 5120: four whole shares
     }
     return start(forward_rows<T, P, 8, kBranch>);
   }

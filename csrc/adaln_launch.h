@@ -80,7 +80,7 @@ struct RowPlan {
 // more vectors put more bytes in flight a warp and leave fewer warps to join; 1,024 threads leave 64 registers each, 512
 // leave 128.
 inline std::initializer_list<int> forward_fours(int element_bytes, bool branch) {
-  static constexpr std::initializer_list<int> kFew = {2, 4}, kSome = {4, 8}, kMany = {4, 8, 12};
+  static constexpr std::initializer_list<int> kFew = {2, 4}, kSome = {4, 8}, kMany = {4, 8, 10, 12};
   return element_bytes == 4 ? kFew : branch ? kSome : kMany;
 }
 constexpr std::initializer_list<int> kBackwardVectors = {2, 4};
