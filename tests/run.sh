@@ -9,4 +9,5 @@ ruff format --check .
 # Launches have time limits; compiling DeepSpeed's CPU op, once a venv, does not count against the first one's.
 DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR="$venv/torch_extensions" python -c \
     "from deepspeed.accelerator import get_accelerator as get; get().create_op_builder('ShareMemCommBuilder').load()"
-exec python -m pytest "$@"
+# Two files at a time: for half of a launch one process imports and the other core waits. Fixtures stay in a file.
+OMP_NUM_THREADS=1 exec python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

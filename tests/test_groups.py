@@ -18,11 +18,12 @@ def ranks(tmp_path_factory):
     """[rank] -> what groups_and_streams.py saw there."""
     out = tmp_path_factory.mktemp("groups")
     script = LAUNCHED / "groups_and_streams.py"
-    with launch(script, str(out), ranks=4, folder=out / "launch", time_limit_s=300) as run:
-        run.wait()
-        log = run.rank_log(0)
+    with launch(script, str(out), ranks=4, folder=out / "launch", time_limit_s=280) as run:
+        assert run.wait(expect=None) == 1, run.logs()  # its last line is a bad config that nobody catches
+        logs = [run.rank_log(rank) for rank in range(4)]
     seen = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(4)]
-    return [one | {"telemetry": read_telemetry(out / "stream"), "log": log} for one in seen]
+    telemetry = read_telemetry(out / "stream")
+    return [one | {"telemetry": telemetry, "log": log} for one, log in zip(seen, logs, strict=True)]
 
 
 def rows_of(micro_steps: list[dict], key: str = "ids") -> list[int]:
@@ -80,3 +81,9 @@ def test_plans_that_differ_are_refused_before_the_first_step(ranks):
     assert refusals == [refusals[0]] * 4 and refusals[0][0] == "PlanError"
     assert "rank 2's plan of epoch 0 differs from rank 0's in " in refusals[0][1]
     assert "size" in refusals[0][1] and "loss_weight" in refusals[0][1]
+
+
+def test_an_error_that_nobody_catches_is_in_the_log_of_every_rank(ranks):
+    for rank in ranks:
+        assert "ConfigError: data_efficiency.data_sampling" in rank["log"]
+        assert "lookahead" in rank["log"].splitlines()[-1]

@@ -1,9 +1,11 @@
-"""launch/train_wan.py through the `deepspeed` launcher: what a run leaves, precision, refusals."""
+"""launch/train_wan.py on one node and on two emulated ones: what a run leaves, precision, refusals."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,11 +13,21 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 from launching import EXTENSIONS, free_port, launch
-from training_runs import STEPS, TRAINER, largest_difference, trainer_arguments, unbroken_run
+from multinode import stand_in_for_pdsh, start
+from training_runs import (
+    BATCHING,
+    REPOSITORY,
+    STEPS,
+    TRAINER,
+    largest_difference,
+    trainer_arguments,
+    unbroken_run,
+    what_was_trained,
+)
 
 from al_deepspeed.data.files import write_whole
 from al_deepspeed.errors import ConfigError
-from al_deepspeed.telemetry import read_telemetry
+from al_deepspeed.telemetry import FILE_NAME, read_telemetry
 from al_deepspeed.training.checkpoints import latest
 from al_deepspeed.training.options import changed_config
 from al_deepspeed.training.validation import read_validation
@@ -71,25 +83,69 @@ def test_pretrained_weights_under_zero_3_autocast_checkpointing_and_fused_adaln(
     assert "torch_autocast" in json.loads((tmp_path / "run" / "ds_config.json").read_text())
 
 
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        ([], "holds a run. Give --resume"),
-        (["--set", "data_efficiency.data_sampling.dual_constraint_batching.max_tokens=0"], "max_tokens is 0"),
-    ],
-)
-def test_what_cannot_be_trained_is_refused_before_training(base, extra, message):
+def test_two_nodes_stopped_and_resumed_train_what_one_node_trains(base, tmp_path):
+    run = tmp_path / "run"
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("localhost slots=1\n127.0.0.1 slots=1\n")
+    arguments = trainer_arguments(run, base)
+    port = free_port()
+
+    # One launcher a node, without ssh; one node's script is told to stop after some steps.
+    with (
+        start(tmp_path / "node0", port, hostfile, arguments, NODE_RANK="0") as first,
+        start(tmp_path / "node1", port, hostfile, arguments, NODE_RANK="1") as second,
+    ):
+        while not (run / FILE_NAME).exists() or len(read_telemetry(run)) < 2:
+            assert first.process.poll() is None and second.process.poll() is None, (
+                first.logs() + second.logs()
+            )
+            assert time.monotonic() < first.deadline, first.logs() + second.logs()
+            time.sleep(0.1)
+        second.process.send_signal(signal.SIGTERM)
+        first.wait(expect=0)  # its rank left the loop as agreed
+        second.wait(expect=None)  # the launcher that was signalled exits with 1
+    stopped_at = len(read_telemetry(run))
+    assert 2 <= stopped_at < 12
+    assert latest(run / "checkpoints") == f"step_{stopped_at}"
+    assert not (run / "model").exists()
+
+    # Resumed over pdsh: one script starts both nodes.
+    stand_in_for_pdsh(tmp_path / "bin")
+    with start(tmp_path / "pdsh", free_port(), hostfile, [*arguments, "--resume"]) as both:
+        both.wait()
+    assert what_was_trained(run) == what_was_trained(unbroken_run(base))
+    assert largest_difference(run, unbroken_run(base)) < 1e-7
+
+
+REFUSED = """
+import json, sys
+from launch.train_wan import main
+
+for words in json.loads(sys.argv[1]):
+    sys.argv[1:] = words
+    try:
+        main()
+    except SystemExit as stop:
+        print("exit", stop.code, file=sys.stderr)
+"""
+
+
+def test_what_cannot_be_trained_is_refused_before_training(base):
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     environment["TORCH_EXTENSIONS_DIR"] = str(EXTENSIONS)
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    a_run_again = trainer_arguments(unbroken_run(base), base)
+    no_tokens = [*a_run_again, "--set", f"{BATCHING}.max_tokens=0"]
     result = subprocess.run(
-        [sys.executable, TRAINER, *trainer_arguments(unbroken_run(base), base), *extra],
+        [sys.executable, "-c", REFUSED, json.dumps([a_run_again, no_tokens])],
+        cwd=REPOSITORY,
         env={**os.environ, **environment, "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"},
         capture_output=True,
         text=True,
     )
-    assert result.returncode == 2
-    assert message in result.stderr and "Traceback" not in result.stderr
+    first, second, _ = result.stderr.split("exit 2\n")
+    assert "holds a run. Give --resume" in first and "max_tokens is 0" in second
+    assert "Traceback" not in result.stderr
 
 
 def test_changes_of_the_config_reach_the_key_that_they_name():

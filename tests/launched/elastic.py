@@ -8,7 +8,6 @@ place of that, and then meets a checkpoint without Adam's state. Rank 0 writes t
 after loading and before saving.
 """
 
-import argparse
 import json
 import time
 from pathlib import Path
@@ -16,22 +15,20 @@ from pathlib import Path
 import deepspeed
 import torch
 import torch.distributed as dist
+from checks import make, refusal
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from tiny import CHANNELS, NumberDataset, Toy, ds_config, sample_losses, write_manifest
+from tiny import CHANNELS, NumberDataset, Toy, command_line, ds_config, shared_manifest, start, trained
 
 import al_deepspeed
-from al_deepspeed.errors import AdaptiveLoadError
 
-parser = argparse.ArgumentParser()
-parser.add_argument("out", type=Path)
+parser = command_line()
 parser.add_argument("--life", type=int, required=True)
 parser.add_argument("--accumulation", type=int, required=True)
 parser.add_argument("--last", action="store_true")
-parser.add_argument("--local_rank", type=int)
 arguments = parser.parse_args()
 out, life = arguments.out, arguments.life
-deepspeed.init_distributed("gloo")
-rank = dist.get_rank()
+rank = start(arguments.local_rank)
+manifest = shared_manifest(out)
 
 
 class Partly(Toy):
@@ -79,19 +76,17 @@ def write_state(engine, name: str) -> None:
 
 def train(engine, loader, steps: int | None, record) -> None:
     """So many steps, or the rest of the epoch."""
-    last, ids = engine.global_steps + (steps or 1000), []
-    for batch in loader:
-        before = engine.global_steps
-        loss = sample_losses(engine, batch).mean()
-        engine.backward(loss * batch["loss_weight"])
-        engine.step()
+    step, ids = engine.global_steps, []
+    last = step + (steps or 1000)
+    for batch in trained(engine, loader):
         ids += [] if batch["filler"] else batch["sample_ids"].tolist()
-        if engine.global_steps > before:
-            line = {"life": life, "step": engine.global_steps, "ids": ids, "epoch": loader.epoch}
+        if engine.global_steps > step:
+            step = engine.global_steps
+            line = {"life": life, "step": step, "ids": ids, "epoch": loader.epoch}
             record.write(json.dumps(line) + "\n")
             record.flush()
             ids = []
-        if engine.global_steps == last:
+        if step == last:
             break
 
 
@@ -107,7 +102,7 @@ def run(stage: int) -> None:
         model_parameters=[{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
         dataset=NumberDataset(),
         config=ds_config(
-            out / "manifest.csv",
+            manifest,
             stage,
             accumulation=arguments.accumulation,
             batching={"run_dir": str(folder), "strategy": "balanced"},
@@ -135,33 +130,20 @@ def run(stage: int) -> None:
 
 def refused() -> str:
     """SGD's checkpoint, made to look like one of two ranks."""
-    config = ds_config(out / "manifest.csv", 1)
+    config = ds_config(manifest, 1)
     folder = out / "sgd"
-
-    def start():
-        model = Toy()
-        return al_deepspeed.initialize(
-            model=model, model_parameters=model.parameters(), dataset=NumberDataset(), config=config
-        )[0]
-
-    start().save_checkpoint(str(folder))
+    make(config)[0].save_checkpoint(str(folder))
     if rank == 0:
         file = folder / "global_step0" / "mp_rank_00_model_states.pt"
         torch.save(torch.load(file, weights_only=False) | {"dp_world_size": 2}, file)
     dist.barrier()
-    try:
-        start().load_checkpoint(str(folder))
-    except AdaptiveLoadError as error:
-        return str(error)
-    return "loaded"
+    _, message = refusal(lambda: make(config)[0].load_checkpoint(str(folder)))
+    return message
 
 
-if rank == 0 and life == 1:
-    write_manifest(out / "manifest.csv")
-dist.barrier()
 for stage in (1, 2, 3):
-    start = time.perf_counter()
+    began = time.perf_counter()
     run(stage)
-    print(f"ZeRO-{stage} took {time.perf_counter() - start:.1f} s", flush=True)
+    print(f"ZeRO-{stage} took {time.perf_counter() - began:.1f} s", flush=True)
 if arguments.last:
     (out / f"refused_rank{rank}.txt").write_text(refused())

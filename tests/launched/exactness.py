@@ -3,21 +3,15 @@
 deepspeed exactness.py OUT_DIR
 """
 
-import argparse
 import json
-from pathlib import Path
 
 import deepspeed
 import torch
-import torch.distributed as dist
-from tiny import NumberDataset, ds_config, sample_losses, start, wan_model, write_manifest
+from tiny import NumberDataset, command_line, ds_config, shared_manifest, start, trained, wan_model
 
 import al_deepspeed
 
-parser = argparse.ArgumentParser()
-parser.add_argument("out", type=Path)
-parser.add_argument("--local_rank", type=int)
-arguments = parser.parse_args()
+arguments = command_line().parse_args()
 
 
 def parameters(engine) -> dict[str, torch.Tensor]:
@@ -28,13 +22,8 @@ def parameters(engine) -> dict[str, torch.Tensor]:
         return {name: parameter.detach().cpu().clone() for name, parameter in named.items()}
 
 
-start(arguments.local_rank)
-rank = dist.get_rank()
-manifest = arguments.out / "manifest.csv"
-if rank == 0:
-    write_manifest(manifest)
-dist.barrier()
-ran = []
+rank = start(arguments.local_rank)
+manifest = shared_manifest(arguments.out)
 for stage in (0, 1, 2, 3):
     model = wan_model()
     engine, _, loader, _ = al_deepspeed.initialize(
@@ -43,16 +32,11 @@ for stage in (0, 1, 2, 3):
         dataset=NumberDataset(),
         config=ds_config(manifest, stage, batching={"run_dir": str(arguments.out / f"stage{stage}")}),
     )
-    ran = []
-    for batch in loader:
-        loss = sample_losses(engine, batch).mean()
-        loader.record_loss(loss)
-        engine.backward(loss * batch["loss_weight"])
-        engine.step()
-        ran.append(
-            {"sample_ids": batch["sample_ids"].tolist(), "shape": batch["shape"], "filler": batch["filler"]}
-        )
-    trained = parameters(engine)
+    ran = [
+        {"sample_ids": batch["sample_ids"].tolist(), "shape": batch["shape"], "filler": batch["filler"]}
+        for batch in trained(engine, loader)
+    ]
+    left = parameters(engine)
     if rank == 0:
-        torch.save(trained, arguments.out / f"parameters{stage}.pt")
+        torch.save(left, arguments.out / f"parameters{stage}.pt")
     (arguments.out / f"ran{stage}_rank{rank}.json").write_text(json.dumps(ran))

@@ -2,117 +2,58 @@
 
     deepspeed groups_and_streams.py OUT_DIR
 
-Writes OUT_DIR/rankR.json: check -> what this rank saw.
+Writes OUT_DIR/rankR.json: check -> what this rank saw. Ends on purpose by an error that nobody catches.
 """
 
-import argparse
 import json
 from dataclasses import replace
-from pathlib import Path
+from itertools import islice
 
 import deepspeed
 import torch
-import torch.distributed as dist
+from checks import PairsAreModels, make, refusal
 from deepspeed.utils import groups
-from tiny import NumberDataset, Toy, ds_config, sample_losses, write_manifest
+from tiny import NumberDataset, command_line, ds_config, shared_manifest, start, trained
 
 import al_deepspeed
-from al_deepspeed.errors import AdaptiveLoadError
 
-parser = argparse.ArgumentParser()
-parser.add_argument("out", type=Path)
-parser.add_argument("--local_rank", type=int)
-arguments = parser.parse_args()
+arguments = command_line().parse_args()
 out = arguments.out
-deepspeed.init_distributed("gloo")
-rank = dist.get_rank()
-manifest = out / "manifest.csv"
-if rank == 0:
-    write_manifest(manifest)
-dist.barrier()
+rank = start(arguments.local_rank)
+manifest = shared_manifest(out)
 seen: dict[str, object] = {}
 
 
-def start(config: dict, **arguments):
-    model = Toy()
-    engine, _, loader, _ = al_deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=config, **arguments
-    )
-    return engine, loader
-
-
 def train(engine, loader, micro_steps: int | None = None) -> list[dict]:
-    """An epoch, or so many micro-steps of it: what each batch was, and the sum of its noise."""
-    ran = []
-    for batch in loader:
-        loss = sample_losses(engine, batch).mean()
-        loader.record_loss(loss)
-        engine.backward(loss * batch["loss_weight"])
-        engine.step()
-        ran.append(
-            {
-                "ids": batch["sample_ids"].tolist(),
-                "names": batch.get("name", torch.zeros(0)).tolist(),
-                "shape": list(batch["shape"]),
-                "latents": list(batch["noisy"].shape[2:]),
-                "filler": batch["filler"],
-            }
-        )
-        if len(ran) == micro_steps:
-            break
-    return ran
-
-
-def refusal(action) -> list[str]:
-    try:
-        action()
-    except AdaptiveLoadError as error:
-        return [type(error).__name__, str(error)]
-    return ["nothing", "was refused"]
-
-
-class TwoModels:
-    """An mpu: ranks 0 and 1 are one model (tensor parallel), 2 and 3 another."""
-
-    def __init__(self) -> None:
-        self.data = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-        self.model = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-
-    def get_data_parallel_rank(self):
-        return rank // 2
-
-    def get_data_parallel_world_size(self):
-        return 2
-
-    def get_data_parallel_group(self):
-        return self.data
-
-    def get_model_parallel_rank(self):
-        return rank % 2
-
-    def get_model_parallel_world_size(self):
-        return 2
-
-    def get_model_parallel_group(self):
-        return self.model
+    """What each batch was, of an epoch or of so many micro-steps of it."""
+    return [
+        {
+            "ids": batch["sample_ids"].tolist(),
+            "names": batch.get("name", torch.zeros(0)).tolist(),
+            "shape": list(batch["shape"]),
+            "latents": list(batch["noisy"].shape[2:]),
+            "filler": batch["filler"],
+        }
+        for batch in islice(trained(engine, loader), micro_steps)
+    ]
 
 
 # Who shares a batch.
-seen["mpu"] = train(*start(ds_config(manifest, 0), mpu=TwoModels(), dataset=NumberDataset()))
+seen["mpu"] = train(*make(ds_config(manifest, 0), mpu=PairsAreModels()))
 groups.mpu = None
 sequences = {"sequence_parallel_size": 2, "data_parallel_size": 2}
-seen["mesh"] = train(*start(ds_config(manifest, 1, **sequences), dataset=NumberDataset()))
+seen["mesh"] = train(*make(ds_config(manifest, 1, **sequences)))
 groups.mesh_device = None
 
 # Ulysses as Megatron-like code sets it up, where the engine knows no data-parallel size.
 from deepspeed.runtime.sequence_parallel import parallel_state_sp  # noqa: E402
 
 parallel_state_sp.initialize_sequence_parallel(sequence_parallel_size=2)
-seen["ulysses"] = train(*start(ds_config(manifest, 1), mpu=parallel_state_sp, dataset=NumberDataset()))
+seen["ulysses"] = train(*make(ds_config(manifest, 1), mpu=parallel_state_sp))
 stream_config = ds_config(manifest, 1, batching={"strategy": "balanced", "lookahead": 4})
 del stream_config["data_efficiency"]["data_sampling"]["dual_constraint_batching"]["manifest"]
 seen["stream of models"] = refusal(
-    lambda: start(stream_config, mpu=parallel_state_sp, dataset=iter(()), shape_of=len)
+    lambda: make(stream_config, mpu=parallel_state_sp, dataset=iter(()), shape_of=len)
 )
 groups.mpu = None
 
@@ -133,7 +74,7 @@ stream_config["data_efficiency"]["data_sampling"]["dual_constraint_batching"]["r
 
 
 def start_stream():
-    return start(stream_config, dataset=Part(), shape_of=lambda sample: sample["noisy"].shape[1:])
+    return make(stream_config, dataset=Part(), shape_of=lambda sample: sample["noisy"].shape[1:])
 
 
 engine, loader = start_stream()
@@ -148,7 +89,7 @@ seen["resumed"] = [again.global_steps - engine.global_steps, again_loader.epoch]
 seen["second epoch again"] = train(again, again_loader)
 
 # A machine whose arithmetic differs: rank 2 plans by another cost.
-other, loader = start(ds_config(manifest, 1, batching={"strategy": "balanced"}), dataset=NumberDataset())
+other, loader = make(ds_config(manifest, 1, batching={"strategy": "balanced"}))
 sampler = loader._sampler
 if rank == 2:
     sampler.cost, sampler._plan = replace(sampler.cost, exponent=1.5), None
@@ -161,7 +102,7 @@ layers = [
 ]
 partition = {"use_default_specs": False, "layer_specs": layers}
 config = ds_config(manifest, 1, tensor_parallel={"autotp_size": 2, "partition_config": partition})
-engine, loader = start(config, dataset=NumberDataset())
+engine, loader = make(config)
 assert engine.module.first.weight.shape[0] == 4
 seen["autotp"] = train(engine, loader)
 pipeline = deepspeed.pipe.PipelineModule(layers=[torch.nn.Linear(4, 4)] * 2, num_stages=2)
@@ -169,3 +110,4 @@ seen["pipeline"] = refusal(
     lambda: al_deepspeed.initialize(model=pipeline, config=ds_config(manifest, 1), dataset=NumberDataset())
 )
 (out / f"rank{rank}.json").write_text(json.dumps(seen))
+make(ds_config(manifest, 1, batching={"lookahead": -1}))

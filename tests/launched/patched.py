@@ -6,28 +6,20 @@ No parameter persists, so norm2's weight and bias are whole only inside its own 
 OUT_DIR/rankR.json.
 """
 
-import argparse
 import copy
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import deepspeed
 import torch
-import torch.distributed as dist
-from tiny import NumberDataset, sample_losses, wan_model
+from tiny import NumberDataset, command_line, sample_losses, start, wan_model
 
 import al_deepspeed
 from al_deepspeed.errors import PatchError
 from al_deepspeed.patching import in_memory, runtime
 
-parser = argparse.ArgumentParser()
-parser.add_argument("out", type=Path)
-parser.add_argument("--local_rank", type=int)
-out = parser.parse_args().out
-
-deepspeed.init_distributed("gloo")
-rank = dist.get_rank()
+arguments = command_line().parse_args()
+rank = start(arguments.local_rank)
 batch = torch.utils.data.default_collate(
     [NumberDataset([(3, 8, 8)] * 8)[row] for row in (2 * rank, 2 * rank + 1)]
 )
@@ -75,4 +67,4 @@ if rank == 1:
     right = runtime._gated_residual
     runtime._gated_residual = lambda residual, branch, gate, dtype: right(residual, branch, -gate, dtype)
 seen["refused"] = refusal(train)
-(out / f"rank{rank}.json").write_text(json.dumps(seen))
+(arguments.out / f"rank{rank}.json").write_text(json.dumps(seen))

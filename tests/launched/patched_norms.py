@@ -6,14 +6,12 @@ The persistence threshold is 0, so weight and bias of every norm are gathered an
 Writes OUT_DIR/rankR.json: mode -> what two steps of both models left behind.
 """
 
-import argparse
 import json
 import linecache
-from pathlib import Path
 
 import deepspeed
 import torch
-import torch.distributed as dist
+from tiny import command_line, start
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -45,12 +43,8 @@ class Block(nn.Module):
         return x + gate2 * update
 """
 
-parser = argparse.ArgumentParser()
-parser.add_argument("out", type=Path)
-parser.add_argument("--local_rank", type=int)
-arguments = parser.parse_args()
-deepspeed.init_distributed("gloo")
-rank = dist.get_rank()
+arguments = command_line().parse_args()
+rank = start(arguments.local_rank)
 REWRITTEN = rewrite(SOURCE, file="block.py")
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,

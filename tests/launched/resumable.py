@@ -6,21 +6,18 @@ Each rank appends a line a step to OUT_DIR/steps_rankR.jsonl, or unbroken_rankR.
 to the end without any checkpoint, for comparison. SIGTERM stops it cleanly.
 """
 
-import argparse
 import json
 from pathlib import Path
 
 import torch.distributed as dist
-from tiny import NumberDataset, Toy, ds_config, sample_losses, start, write_manifest
+from tiny import NumberDataset, Toy, command_line, ds_config, shared_manifest, start, trained
 
 import al_deepspeed
 from al_deepspeed.agreement import StopOnSignal
 
-parser = argparse.ArgumentParser()
-parser.add_argument("out", type=Path)
+parser = command_line()
 parser.add_argument("--unbroken", action="store_true")
 parser.add_argument("--steps", type=int, required=True)
-parser.add_argument("--local_rank", type=int)
 arguments = parser.parse_args()
 
 
@@ -43,16 +40,14 @@ def train(name: str, num_workers: int, checkpoints: Path | None) -> None:
     with StopOnSignal() as stop:
         while engine.global_steps < arguments.steps:
             ids, losses = [], []
-            for batch in loader:
-                step, epoch = engine.global_steps, loader.epoch
-                loss = sample_losses(engine, batch).mean()
-                engine.backward(loss * batch["loss_weight"])
-                engine.step()
+            epoch, step = loader.epoch, engine.global_steps
+            for batch in trained(engine, loader):
                 ids.append(batch["sample_ids"].tolist())
-                losses.append(loss.item())
+                losses.append(batch["loss"])
                 if engine.global_steps == step:
                     continue
-                line = {"step": engine.global_steps, "epoch": epoch, "ids": ids, "losses": losses}
+                step = engine.global_steps
+                line = {"step": step, "epoch": epoch, "ids": ids, "losses": losses}
                 record.write(json.dumps(line) + "\n")
                 record.flush()
                 print("step", engine.global_steps, flush=True)
@@ -70,9 +65,7 @@ def train(name: str, num_workers: int, checkpoints: Path | None) -> None:
 
 
 start(arguments.local_rank)
-if dist.get_rank() == 0 and not (arguments.out / "manifest.csv").exists():
-    write_manifest(arguments.out / "manifest.csv")
-dist.barrier()
+shared_manifest(arguments.out)
 if arguments.unbroken:
     train("unbroken", 0, None)
 train("steps", 4, arguments.out / "checkpoints")

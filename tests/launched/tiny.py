@@ -4,7 +4,10 @@ Every sample is a pure function of its row: latent, text, noise and timestep. So
 same rows must agree, however the rows were batched.
 """
 
+import argparse
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -77,14 +80,49 @@ class Toy(torch.nn.Module):
         return (self.last(torch.tanh(hidden)).movedim(-1, 1),)
 
 
-def start(local_rank: int) -> None:
-    """The process group of this rank's accelerator: gloo, or NCCL on its own GPU."""
+def command_line() -> argparse.ArgumentParser:
+    """OUT_DIR, and what the launcher adds."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--local_rank", type=int)
+    return parser
+
+
+def start(local_rank: int) -> int:
+    """Joins the process group of this rank's accelerator, gloo or NCCL on its own GPU; returns the rank."""
     import deepspeed
+    import torch.distributed as dist
     from deepspeed.accelerator import get_accelerator
 
+    # To see that an optimizer is not Muon, ZeRO imports it, and Muon compiles functions as it is imported.
+    # That loads Inductor: seconds a rank, for nothing.
+    with mock.patch("deepspeed.runtime.compiler.compile", lambda: lambda function: function):
+        from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401
     torch.backends.cudnn.allow_tf32 = False  # the patch embedding is a convolution
     get_accelerator().set_device(local_rank)
     deepspeed.init_distributed(get_accelerator().communication_backend_name())
+    return dist.get_rank()
+
+
+def shared_manifest(out: Path, rows=None) -> Path:
+    """The manifest in OUT_DIR, written by rank 0 and there for every rank."""
+    import torch.distributed as dist
+
+    path = out / "manifest.csv"
+    if dist.get_rank() == 0:
+        write_manifest(path, rows)
+    dist.barrier()
+    return path
+
+
+def trained(engine, loader) -> Iterator[dict]:
+    """The batches of what is left of an epoch, each once the engine has trained on it."""
+    for batch in loader:
+        loss = sample_losses(engine, batch).mean()
+        loader.record_loss(loss)
+        engine.backward(loss * batch["loss_weight"])
+        engine.step()
+        yield batch | {"loss": loss.item()}
 
 
 def sample_losses(model: torch.nn.Module, batch: dict) -> torch.Tensor:
