@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
-from corpora import MIX_MEMORY, RELATIVE, WAN, corpus_of, mixed_corpus
+from corpora import H200, MIX_MEMORY, PUBLIC, RELATIVE, WAN, corpus_of, mixed_corpus
 
 from al_deepspeed.errors import PlanError
 from al_deepspeed.scheduling.arrangement import Task
 from al_deepspeed.scheduling.classes import best_classes
 from al_deepspeed.scheduling.constraints import Limits
 from al_deepspeed.scheduling.filling import POOL, level_pool, moves_up
+from al_deepspeed.scheduling.leftovers import leftover_sizes, set_apart
 from al_deepspeed.scheduling.metrics import plan_metrics
 from al_deepspeed.scheduling.options import PlanOptions
 from al_deepspeed.scheduling.pieces import Pieces, spread_evenly
@@ -100,11 +101,17 @@ def test_shapes_that_cannot_meet_part_unless_the_window_is_short():
 
 
 def test_micro_batches_come_out_at_whole_steps_by_themselves():
-    # Some 349 at will. The next multiple of 64 is 384, of which three rests, half empty, take 1.5 more.
+    # Some 349 at will. The next multiple of 64 is 384, of which 1.5 are elsewhere.
     tokens, counts = np.array([10, 30, 70]), np.array([2000, 400, 60])
     numbers = []
     for whole in (1, 64):
-        options = {"windows": 8, "price": 0.05, "riders": np.zeros(3, dtype=bool), "whole": whole}
+        options = {
+            "windows": 8,
+            "price": 0.05,
+            "riders": np.zeros(3, dtype=bool),
+            "whole": whole,
+            "beside": 1.5,
+        }
         classes = best_classes(tokens, counts, counts, RELATIVE, **options)[0]
         numbers.append((counts[:, None] * classes.share / np.maximum(1, classes.size)).sum())
     assert numbers[0] == pytest.approx(349, abs=1)
@@ -129,6 +136,40 @@ def test_an_epoch_of_few_micro_steps_and_many_shapes_is_balanced(accumulation):
     lengths = np.random.default_rng(1).integers(6000, 50_000, 30).tolist()
     corpus = corpus_of({length: 100 + 20 * place for place, length in enumerate(lengths)})
     assert metrics_of(corpus, "balanced", 256, accumulation, Limits(120_000))["efficiency"] >= 0.97
+
+
+def floor_task(counts: dict[int, int], world_size: int, **options) -> Task:
+    corpus = corpus_of(counts)
+    limits = Limits(MIX_MEMORY, LONGEST_ALONE.max_cost)
+    return Task(
+        corpus, corpus.counts(), WAN, limits, world_size, 1, PlanOptions(**options), np.random.PCG64(0)
+    )
+
+
+def test_the_smallest_buckets_are_set_apart_and_the_next_complete_their_micro_step():
+    # The floor, 37.3 ms, holds 6 samples of S = 900 (4.85 ms each, and 3.55) or of S = 1,000 (5.42 ms each).
+    task = floor_task({900: 3, 1000: 100, 40_000: 50}, 4)
+    apart = set_apart(task)
+    assert apart.samples.tolist() == [3, 18, 0]
+    assert apart.size.tolist() == [6, 6, 0]
+    assert apart.micro_batches == 4
+    assert leftover_sizes(task, apart.samples, 4).tolist() == [3, 6, 0]
+
+
+@pytest.mark.parametrize("counts", [{900: 30, 40_000: 50}, {900: 3, 40_000: 50}], ids=["none", "too few"])
+def test_nothing_is_set_apart_where_it_would_not_fill_a_micro_step(counts):
+    assert set_apart(floor_task(counts, 8)).micro_batches == 0
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_ranks_do_not_wait_for_one_with_a_leftover(accumulation):
+    # Two dozen of the shapes are of one picture, and half of them are less than one micro-batch.
+    corpus = corpus_of(PUBLIC)
+    figures = plan_metrics(
+        make_plan(corpus, H200, Limits(MIX_MEMORY), world_size=128, accumulation=accumulation, mixing="free")
+    )
+    assert figures["imbalance"] <= 0.01
+    assert figures["efficiency"] >= 0.99
 
 
 def test_riders_keep_their_proportion_in_every_class_with_room():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from al_deepspeed.errors import PlanError
 from al_deepspeed.scheduling.constraints import Limits
+from al_deepspeed.scheduling.cost import RooflineCost
 from al_deepspeed.scheduling.curriculum import Schedule
 from al_deepspeed.scheduling.options import CHOICES
 from al_deepspeed.scheduling.plan import STRATEGIES, make_plan
@@ -19,6 +20,7 @@ from al_deepspeed.scheduling.shapes import corpus_from_samples
 from al_deepspeed.scheduling.weights import loss_weights, lr_factors
 
 UNLIMITED = Limits(1 << 40, 1e30)
+FLOORED = RooflineCost(floor=5000.0, intercept=50.0, linear=10.0, quadratic=0.5)
 
 
 def assert_conserved(plan, corpus):
@@ -59,14 +61,25 @@ def any_corpus(draw):
     weighting=st.sampled_from(CHOICES["loss_weighting"]),
     grouped=st.booleans(),
     max_variants=st.sampled_from([None, 200]),
+    cost=st.sampled_from([RELATIVE, FLOORED]),
     seed=st.integers(0, 1 << 40),
 )
 def test_nothing_is_lost_whatever_the_corpus(
-    corpus, world_size, accumulation, max_tokens, strategy, mixing, weighting, grouped, max_variants, seed
+    corpus,
+    world_size,
+    accumulation,
+    max_tokens,
+    strategy,
+    mixing,
+    weighting,
+    grouped,
+    max_variants,
+    cost,
+    seed,
 ):
     plan = make_plan(
         corpus,
-        RELATIVE,
+        cost,
         Limits(max_tokens, 40_000.0),
         world_size=world_size,
         accumulation=accumulation,

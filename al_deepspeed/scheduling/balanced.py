@@ -3,13 +3,16 @@
 1. Choose classes of micro-steps, each with a target cost, and divide every shape among them (classes.py).
 2. Cut: in a class with target T a micro-batch has the largest B with cost(B, S) <= T.
 3. Fill: make the micro-batches of each class a multiple of R (filling.py); what is over goes to a pool, with
-   the halves that complete the last step, and is cut anew.
+   the halves that complete the last step, and is cut anew. Under mixing "free" short samples may be set apart
+   for it, so that it is whole micro-steps of the least cost (leftovers.py).
 4. Deal: spread kinds and shapes evenly over the micro-steps of a class, R micro-batches each.
 5. Join G micro-steps to a step so that steps hold nearly equal numbers of tokens (steps.py).
 
 `mixing` says what may be paid for resemblance: "corpus" a little of the epoch's time; "free" deals by cost
 alone.
 """
+
+from dataclasses import replace
 
 import numpy as np
 
@@ -21,10 +24,12 @@ from al_deepspeed.scheduling.filling import (
     aim_at_whole_micro_steps,
     divide_samples,
     fill_classes,
+    fill_from_short,
     homes_of_rests,
     level_pool,
     share_with_pool,
 )
+from al_deepspeed.scheduling.leftovers import Leftovers, leftover_sizes, nothing_apart, set_apart
 from al_deepspeed.scheduling.pieces import Pieces, spread_evenly
 from al_deepspeed.scheduling.shapes import FloatArray, IntArray
 from al_deepspeed.scheduling.steps import order_micro_steps
@@ -36,14 +41,15 @@ NEARLY_WHOLE = 0.75  # of a micro-step: shares that shift a little make a whole 
 
 def balanced(task: Task) -> Arrangement:
     """Dual-constraint micro-batches whose sizes are chosen so that different shapes meet a common cost."""
-    used = np.flatnonzero(task.counts)
-    choices = choose_classes(task, used, NEARLY_WHOLE, task.slots)
-    pieces, filler, splits = _place(task, used, choices[0])
-    if len(pieces) <= FEW_MICRO_STEPS * task.world_size:  # how classes come out whole is a matter of luck
-        rivals = [_place(task, used, classes) for classes in choices[1:RIVALS]]
-        pieces, filler, splits = min(
-            [(pieces, filler, splits), *rivals], key=lambda placed: _time(task, placed[0])
-        )
+    nothing = nothing_apart(task)
+    choices = _choices(task, nothing)
+    placed = pieces, filler, splits = _place(task, nothing, choices[0])
+    few = len(pieces) <= FEW_MICRO_STEPS * task.world_size
+    if few and task.options.tail == "split":  # how classes come out whole is a matter of luck
+        rivals = [placed] + [_place(task, nothing, classes) for classes in choices[1:RIVALS]]
+        if task.options.mixing == "free" and (leftovers := set_apart(task)).micro_batches:
+            rivals += [_place(task, leftovers, classes) for classes in _choices(task, leftovers)[:RIVALS]]
+        pieces, filler, splits = min(rivals, key=lambda placed: _time(task, placed[0]))
     samples = np.where(filler, 0, pieces.size)
     amounts = np.stack([samples * task.corpus.tokens[pieces.bucket], samples], axis=1)
     micro_steps = order_micro_steps(
@@ -58,10 +64,25 @@ def balanced(task: Task) -> Arrangement:
     return Arrangement(pieces.take(order), filler[order], splits)
 
 
-def _place(task: Task, used: IntArray, classes: Classes) -> tuple[Pieces, np.ndarray, int]:
+def _choices(task: Task, leftovers: Leftovers) -> list[Classes]:
+    """Classes for the samples that are not set apart.
+
+    Of every bucket that nothing is set apart of, one micro-batch is not full, half empty on average: as much
+    is left for them.
+    """
+    task = replace(task, counts=task.counts - leftovers.samples)
+    used = np.flatnonzero(task.counts)
+    beside = leftovers.micro_batches + (leftovers.size[used] == 0).sum() / 2
+    return choose_classes(task, used, NEARLY_WHOLE, task.slots, beside)
+
+
+def _place(task: Task, leftovers: Leftovers, classes: Classes) -> tuple[Pieces, np.ndarray, int]:
     """Micro-batches of these classes, R in a row a micro-step; which are fillers; how many were split off."""
-    pieces, targets = cut_by_class(task, used, classes)
-    pieces, filler, splits = complete(task, fill_classes(task, pieces, targets), POOL)
+    used = np.flatnonzero(task.counts - leftovers.samples)
+    pieces, targets = cut_by_class(task, used, leftovers, classes)
+    if not leftovers.micro_batches:
+        pieces = fill_classes(task, pieces, targets)
+    pieces, filler, splits = complete(task, pieces, POOL)
     pieces, filler = level_pool(task, pieces, filler)
     if task.options.mixing == "corpus":
         rare = np.zeros(task.corpus.buckets, dtype=bool)
@@ -76,24 +97,43 @@ def _time(task: Task, pieces: Pieces) -> float:
     return float(task.costs(pieces).reshape(-1, task.world_size).max(axis=1).sum())
 
 
-def cut_by_class(task: Task, used: IntArray, classes: Classes) -> tuple[Pieces, FloatArray]:
+def cut_by_class(
+    task: Task, used: IntArray, leftovers: Leftovers, classes: Classes
+) -> tuple[Pieces, FloatArray]:
     """Cut every bucket in use by its classes, which are numbered from 1 by ascending target.
 
     Returns:
         the micro-batches, and the targets.
     """
-    counts = task.counts[used]
-    classes, aim = aim_at_whole_micro_steps(classes, counts, task.world_size)
-    numbers, rest, lacking = divide_samples(classes, counts, aim)
-    bucket, home = np.nonzero(numbers)
-    left = np.flatnonzero(rest)
+    apart, short = leftovers.samples.copy(), leftovers.size[used] > 0
+    counts = task.counts[used] - apart[used]
+    classes, aim = aim_at_whole_micro_steps(
+        classes, counts, task.world_size, roomy=leftovers.micro_batches > 0
+    )
+    numbers, rest, lacking = divide_samples(classes, counts, aim, short)
+    left = np.flatnonzero((rest > 0) & ~short)
     costs = task.cost.cost(rest[left], task.corpus.tokens[used[left]])
-    home_of_rest = homes_of_rests(classes.target, lacking, costs, classes.riders[left])
+    home_of_rest, lacking = homes_of_rests(classes.target, lacking, costs, classes.riders[left])
+    wholly_apart = np.delete(leftovers.needed, used).sum()
+    missing = round(aim.sum() / task.world_size) * task.world_size - numbers.sum() - len(left)
+    numbers, rest = fill_from_short(
+        classes,
+        numbers,
+        rest + apart[used],
+        lacking,
+        missing=missing,
+        least_size=leftovers.size[used],
+        places=leftovers.micro_batches - wholly_apart,
+    )
+    apart[used[short]] = rest[short]
+    pool = np.flatnonzero(apart)
+    sizes = leftover_sizes(task, apart, leftovers.micro_batches)
+    bucket, home = np.nonzero(numbers)
     pieces = task.cut(
-        used[np.concatenate([bucket, left])],
-        np.concatenate([(numbers * classes.size)[bucket, home], rest[left]]),
-        np.concatenate([classes.size[bucket, home], rest[left]]),
-        1 + np.concatenate([home, home_of_rest]),
+        np.concatenate([used[bucket], used[left], pool]),
+        np.concatenate([(numbers * classes.size)[bucket, home], rest[left], apart[pool]]),
+        np.concatenate([classes.size[bucket, home], rest[left], sizes[pool]]),
+        np.concatenate([1 + home, 1 + home_of_rest, np.full(len(pool), POOL)]),
     )
     return pieces, classes.target
 

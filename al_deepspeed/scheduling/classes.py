@@ -59,6 +59,7 @@ def best_classes(
     price: float,
     riders: np.ndarray,
     whole: int = 1,
+    beside: float = 0.0,
 ) -> list[Classes]:
     """Divisions that cost no more than `price` of the epoch's time over the best, the most mixing first.
 
@@ -69,7 +70,8 @@ def best_classes(
         price: share of the least possible time that may be spent on mixing.
         riders: buckets that keep to the corpus's mix in every class that has room for them, whatever it
             costs.
-        whole: their micro-batches should be a multiple of this, where that costs no more than `price` either.
+        whole: all micro-batches should be a multiple of this, where that costs no more than `price` either.
+        beside: how many of them are in no class.
     """
     largest = np.minimum(largest, counts)
     target = _candidate_targets(tokens, largest, cost, int(min(CANDIDATES, 16 * (1 + windows))))
@@ -83,7 +85,9 @@ def best_classes(
         (pair for pair in zip(divided, temperatures, strict=True) if pair[0].rank_time <= affordable),
         key=lambda pair: (pair[0].information, pair[0].rank_time),
     )
-    return [_with_whole_steps(menu, classes, temperature, whole, price) for classes, temperature in chosen]
+    return [
+        _with_whole_steps(menu, classes, temperature, whole, beside, price) for classes, temperature in chosen
+    ]
 
 
 @dataclass(frozen=True)
@@ -140,15 +144,13 @@ def _divide(menu: _Menu, temperature: float, windows: float) -> Classes:
         menu = menu.only(np.delete(np.arange(len(menu.target)), weakest[: -(-len(weakest) // 2)]))
 
 
-def _with_whole_steps(menu: _Menu, classes: Classes, temperature: float, whole: int, price: float) -> Classes:
-    """The same classes, lower ones more popular: micro-batches at the next multiple, if the price allows.
-
-    Of every bucket one micro-batch is not full, half empty on average: as much is left for them.
-    """
+def _with_whole_steps(
+    menu: _Menu, classes: Classes, temperature: float, whole: int, beside: float, price: float
+) -> Classes:
+    """The same classes, lower ones more popular: micro-batches at the next multiple, if the price allows."""
     menu = replace(menu, target=classes.target, size=classes.size)
-    rests = len(menu.counts) / 2
     number = menu.micro_batches(classes.share).sum()
-    goal = -(-(number + rests - 1e-6) // whole) * whole - rests
+    goal = -(-(number + beside - 1e-6) // whole) * whole - beside
     low, high = 0.0, float(menu.target.max())
     for _ in range(BISECTIONS if number + 1 <= goal else 0):
         bonus = (low + high) / 2

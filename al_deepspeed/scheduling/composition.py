@@ -21,25 +21,29 @@ MARGIN = 1.05  # chance would sometimes do better than its mean
 ROUNDS = 5
 
 
-def choose_classes(task: Task, used: IntArray, least: float = 2.0, whole: int = 1) -> list[Classes]:
+def choose_classes(
+    task: Task, used: IntArray, least: float = 2.0, whole: int = 1, beside: float = 0.0
+) -> list[Classes]:
     """Classes for the buckets in use, the best choice first.
 
     Args:
         least: micro-steps that a class takes, or more.
-        whole: their micro-batches should be a multiple of this.
+        whole: all micro-batches should be a multiple of this, `beside` of them in no class.
     """
     largest = dual_constraint_sizes(task)[used]
-    classes = _best_classes(task, used, largest, least, whole)
+    classes = _best_classes(task, used, largest, least, whole, beside)
     for _ in range(ROUNDS if task.options.mixing == "corpus" else 0):
         finer = cover_steps(task, used, largest, classes[0])
         if (finer == largest).all():
             break
         largest = finer
-        classes = _best_classes(task, used, largest, least, whole)
+        classes = _best_classes(task, used, largest, least, whole, beside)
     return classes
 
 
-def _best_classes(task: Task, used: IntArray, largest: IntArray, least: float, whole: int) -> list[Classes]:
+def _best_classes(
+    task: Task, used: IntArray, largest: IntArray, least: float, whole: int, beside: float
+) -> list[Classes]:
     tokens, counts = task.corpus.tokens[used], task.counts[used]
     micro_steps = (counts / np.minimum(counts, largest)).sum() / task.world_size
     choices = best_classes(
@@ -51,6 +55,7 @@ def _best_classes(task: Task, used: IntArray, largest: IntArray, least: float, w
         price=MIXING_PRICE[task.options.mixing],
         riders=rarer_kinds(task, used) & (task.options.mixing == "corpus"),
         whole=whole,
+        beside=beside,
     )
     if task.options.max_variants is None:
         return choices

@@ -15,13 +15,20 @@ from al_deepspeed.scheduling.pieces import Pieces, concatenate, evenly_chosen, l
 from al_deepspeed.scheduling.shapes import FloatArray, IntArray
 
 POOL = 0  # the class of what fits no other
-ITERATIONS = 60
+ITERATIONS = 200
+WHOLE = 1e-3  # share of a class's micro-batches that its aim may be missed by
 BISECTIONS = 40
+CERTAIN = 0.5  # of what short buckets should give; the other half balances what comes of the long ones
+ROUND_UP_FROM = np.linspace(0.5, 1.0, 51)
 
 
-def aim_at_whole_micro_steps(classes: Classes, counts: IntArray, ranks: int) -> tuple[Classes, IntArray]:
+def aim_at_whole_micro_steps(
+    classes: Classes, counts: IntArray, ranks: int, *, roomy: bool
+) -> tuple[Classes, IntArray]:
     """The same classes, shares shifted a little so that all but the largest have whole micro-steps.
 
+    Args:
+        roomy: have room for all the samples in them, even if that makes more of the micro-steps dear.
     Returns:
         the classes, and the number of micro-batches that each aims at.
     """
@@ -29,11 +36,13 @@ def aim_at_whole_micro_steps(classes: Classes, counts: IntArray, ranks: int) -> 
     share, riders = classes.share, classes.riders
     has_room = classes.size[riders] > 0
     micro_batches = (per_sample * share).sum(axis=0)
-    aim = _largest_remainders(micro_batches / ranks) * ranks
+    aim = _rounded(micro_batches / ranks, classes.target, roomy=roomy) * ranks
     largest = int(np.argmax(micro_batches))
     for _ in range(ITERATIONS):
         factor = np.maximum(1, aim) / np.maximum(1e-300, (per_sample * share).sum(axis=0))
         factor[largest] = 1.0
+        if np.abs(factor - 1).max() < WHOLE:
+            break
         share = share * factor
         share = share / share.sum(axis=1, keepdims=True)
         share[riders] = has_room * np.maximum(LEAST_POPULARITY, counts[~riders] @ share[~riders])
@@ -42,28 +51,43 @@ def aim_at_whole_micro_steps(classes: Classes, counts: IntArray, ranks: int) -> 
     return replace(classes, share=share), aim
 
 
-def _largest_remainders(values: FloatArray) -> IntArray:
-    """Whole numbers near the values that add up to the whole part of their sum."""
-    whole = np.floor(values).astype(np.int64)
-    order = np.argsort(whole - values, kind="stable")
-    whole[order[: int(values.sum() + 1e-9) - whole.sum()]] += 1
-    return whole
+def _rounded(values: FloatArray, targets: FloatArray, *, roomy: bool) -> IntArray:
+    """Whole numbers near the values and of nearly their sum: what one rounds away is added to the next, so
+    that a class gives to its neighbour, whose cost is much the same.
+
+    Args:
+        roomy: round up less readily where the sum of number times target would come out below that of the
+            values.
+    """
+    partial = np.cumsum(values)
+    for threshold in ROUND_UP_FROM if roomy else ROUND_UP_FROM[:1]:
+        whole = np.append(np.floor(partial[:-1] + 1 - threshold), np.round(partial[-1]))
+        if (whole - partial)[:-1] @ np.diff(targets) <= 0:
+            break
+    return np.diff(whole.astype(np.int64), prepend=0)
 
 
-def divide_samples(classes: Classes, counts: IntArray, aim: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+def divide_samples(
+    classes: Classes, counts: IntArray, aim: IntArray, short: np.ndarray
+) -> tuple[IntArray, IntArray, IntArray]:
     """Whole micro-batches a bucket and class near the shares, and a total a class near the aim.
 
+    Args:
+        short: buckets of which any number may be left over; of them, half of that at first.
     Returns:
-        numbers of micro-batches [buckets, classes]; the samples of each bucket that fill none, fewer than any
-        of its batch sizes; and how many micro-batches a class lacks, of others and of riders: [2, classes].
+        numbers of micro-batches [buckets, classes]; the samples of each bucket that fill none, of the others
+        fewer than any of its batch sizes; and how many micro-batches a class lacks, of others and of riders:
+        [2, classes].
     """
     wanted = np.where(classes.size > 0, counts[:, None] * classes.share / np.maximum(classes.size, 1), 0.0)
-    numbers = np.floor(wanted).astype(np.int64)
+    certain = np.where(short, CERTAIN, 1.0)[:, None]
+    numbers = np.floor(wanted * certain).astype(np.int64)
     rest = counts - (numbers * classes.size).sum(axis=1)
     of_riders = wanted[classes.riders].sum(axis=0)
     lacking = np.stack([aim - of_riders, of_riders])
     lacking -= [numbers[~classes.riders].sum(axis=0), numbers[classes.riders].sum(axis=0)]
-    for bucket, (size, rider) in enumerate(zip(classes.size, classes.riders.astype(int), strict=True)):
+    for bucket in np.flatnonzero(~short).tolist():
+        size, rider = classes.size[bucket], int(classes.riders[bucket])
         while True:
             fits = np.flatnonzero((size > 0) & (size <= rest[bucket]) & (wanted[bucket] > 0))
             if len(fits) == 0:
@@ -79,10 +103,13 @@ def divide_samples(classes: Classes, counts: IntArray, aim: IntArray) -> tuple[I
 
 def homes_of_rests(
     targets: FloatArray, lacking: FloatArray, costs: FloatArray, riders: np.ndarray
-) -> IntArray:
+) -> tuple[IntArray, FloatArray]:
     """A class with room for each micro-batch of left-over samples: the lowest that lacks one, or the lowest.
 
     Riders go where most of them are lacking.
+
+    Returns:
+        the classes, and what is lacking after that.
     """
     lacking = lacking.copy()
     homes = np.searchsorted(targets, costs * (1 - 1e-9))
@@ -90,7 +117,41 @@ def homes_of_rests(
         room = lacking[rider, lowest:]
         homes[place] = lowest + np.argmax(room if rider else room > 0)
         lacking[rider, homes[place]] -= 1
-    return homes
+    return homes, lacking
+
+
+def fill_from_short(
+    classes: Classes,
+    numbers: IntArray,
+    rest: IntArray,
+    lacking: FloatArray,
+    *,
+    missing: int,
+    least_size: IntArray,
+    places: int,
+) -> tuple[IntArray, IntArray]:
+    """The numbers and rests of `divide_samples` once short buckets have given what is missing.
+
+    They give to the highest class as long as more is left than the leftovers have places for, and then to the
+    class that lacks most.
+
+    Args:
+        missing: micro-batches of all classes together.
+        least_size: B of each bucket among leftovers; 0 for long ones, which give nothing.
+        places: micro-batches of leftovers.
+    """
+    numbers, rest, lacking = numbers.copy(), rest.copy(), lacking[0].copy()
+    short = np.flatnonzero(least_size)
+    for bucket in short.tolist():
+        size = classes.size[bucket]
+        while missing > 0 and (fits := np.flatnonzero((size > 0) & (size <= rest[bucket]))).size:
+            too_much = (-(-rest[short] // least_size[short])).sum() > places
+            chosen = fits[-1] if too_much else fits[np.argmax(lacking[fits])]
+            numbers[bucket, chosen] += 1
+            lacking[chosen] -= 1
+            rest[bucket] -= size[chosen]
+            missing -= 1
+    return numbers, rest
 
 
 def fill_classes(task: Task, pieces: Pieces, targets: FloatArray) -> Pieces:
@@ -170,7 +231,7 @@ def level_pool(task: Task, pieces: Pieces, filler: np.ndarray) -> tuple[Pieces, 
     count = np.bincount(place, weights=pool.size).astype(np.int64)
     most = np.zeros(len(bucket), dtype=np.int64)
     np.maximum.at(most, place, pool.size)
-    number = _level(task, task.corpus.tokens[bucket], count, most, len(pool))
+    number = level(task, task.corpus.tokens[bucket], count, most, len(pool))
     bucket, count, number = (np.repeat(column, number) for column in (bucket, count, number))
     size = count // number + (places_within(bucket) < count % number)
     pool = Pieces(bucket, np.zeros_like(bucket), size, np.full(len(bucket), POOL))
@@ -178,7 +239,7 @@ def level_pool(task: Task, pieces: Pieces, filler: np.ndarray) -> tuple[Pieces, 
     return concatenate([real, pieces.take(filler)]), np.sort(filler)
 
 
-def _level(task: Task, tokens: IntArray, count: IntArray, most: IntArray, places: int) -> IntArray:
+def level(task: Task, tokens: IntArray, count: IntArray, most: IntArray, places: int) -> IntArray:
     """How many micro-batches of at most `most` samples each bucket is cut into, so many `places` in all."""
     low, high = 0.0, float(task.cost.cost(most, tokens).max())
     number = -(-count // most)
