@@ -72,6 +72,29 @@ def test_predictions_for_points(calibrated, calibrate, tmp_path):
     assert code == 0 and out.splitlines()[0] == "B,S,ms,peak_GB" and len(out.splitlines()) == 3
 
 
+def test_a_scan_without_memory_has_a_picture_too(calibrate, tmp_path):
+    (tmp_path / "scan.csv").write_text("B,S,ms\n1,256,40\n1,512,41\n1,1024,80\n1,2048,200\n")
+    code, *_ = calibrate("--from-scan", tmp_path / "scan.csv", "--out", tmp_path / "c.json")
+    assert code == 0 and json.loads((tmp_path / "c.json").read_text())["memory"] is None
+    assert (tmp_path / "c.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_m_mem_for_a_device_of_another_size(calibrated, calibrate, tmp_path):
+    """Twice the memory beyond what the empty model takes, by the steeper line, holds twice the tokens."""
+    tokens = []
+    for capacity_gb in (50, 100):
+        out = tmp_path / f"{capacity_gb}.json"
+        options = ("--capacity-gb", capacity_gb, "--memory-fraction", 0.5, "--out", out)
+        assert calibrate("--calibration", calibrated, *options)[0] == 0
+        row = json.loads(out.read_text())
+        assert (row["capacity_gb"], row["memory_fraction"]) == (capacity_gb, 0.5)
+        tokens.append(row["max_tokens"])
+    base = row["memory"]["lines"][1]["m0_gb"]
+    assert tokens[1] / tokens[0] == pytest.approx((50 - base) / (25 - base), rel=1e-4)
+    code, _, err = calibrate("--calibration", calibrated, "--memory-fraction", 0.5, "--out", out)
+    assert code == 2 and "give --capacity-gb too" in err
+
+
 def test_m_comp_is_chosen_for_a_manifest(calibrated, calibrate, tmp_path):
     manifest = tmp_path / "manifest.csv"
     sizes = ["1,64,64"] * 50 + ["21,60,104"] * 20 + ["21,90,160"] * 5
@@ -100,6 +123,13 @@ def test_m_comp_is_chosen_for_a_manifest(calibrated, calibrate, tmp_path):
         (("--from-run", "none"), "none holds no telemetry.jsonl"),
         (("--calibration", "c.json", "--manifest", "m.csv"), "give both"),
         (("--calibration", "none.json", "--predict", "p.csv"), "none.json does not exist"),
+        (("--from-scan", SCAN, "--resume"), "--resume is for a scan"),
+        (("--from-scan", SCAN, "--", "--preset", "tiny"), "what stands after `--` is for a scan"),
+        (("--from-scan", SCAN, "--plot", "c.txt"), "must end in .png"),
+        (("--from-scan", SCAN, "--memory-fraction", 92), "allowed: above 0, at most 1"),
+        (("--from-scan", SCAN, "--capacity-gb", -1), "allowed: above 0"),
+        (("--from-scan", SCAN, "--max-tokens", 0), "--max-tokens"),
+        (("--calibration", "c.json", "--predict", "p.csv", "--form", "power"), "does not go with --predict"),
     ],
 )
 def test_bad_usage_exits_with_2(calibrate, arguments, message):

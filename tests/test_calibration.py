@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from al_deepspeed.calibration.arguments import count, fraction, gigabytes, seconds, shapes
 from al_deepspeed.calibration.assemble import budget_warnings, calibrate, with_budget
 from al_deepspeed.calibration.choice import Allowance, Candidates, candidates, expected_gb, next_candidate
 from al_deepspeed.calibration.file import SCHEMA_VERSION, Setting, read_calibration, write_calibration
 from al_deepspeed.calibration.from_run import read_run, refit, run_points
-from al_deepspeed.calibration.launched import seconds, shapes
 from al_deepspeed.calibration.measure import is_certain
 from al_deepspeed.calibration.points import OUT_OF_MEMORY, Point, read_scan
 from al_deepspeed.calibration.scan import Progress, load_progress
@@ -90,6 +90,9 @@ def test_a_file_reads_back_as_it_was_written(calibration, tmp_path):
         (lambda row: {**row, "cost": {"form": "cubic"}}, "cost form 'cubic' is unknown"),
         (lambda row: {**row, "max_tokens": "many"}, "max_tokens is 'many'"),
         (lambda row: {**row, "max_cost": -1.0}, "max_cost is -1.0"),
+        (lambda row: {**row, "exponent": None}, "exponent is None"),
+        (lambda row: {**row, "points": []}, "no point was measured"),
+        (lambda row: {**row, "memory": {**row["memory"], "lines": []}}, "memory has no lines"),
         (lambda row: [row], "schema_version None"),
     ],
 )
@@ -237,6 +240,20 @@ def test_a_scan_table_names_its_bad_row(tmp_path):
     path.write_text("B,S,ms\n")
     with pytest.raises(CalibrationError, match="no rows"):
         read_scan(path)
+    path.write_text("B,S,ms\n1,256,40.0\n\n1,512,-1\n")  # a blank line counts
+    with pytest.raises(CalibrationError, match="line 4: ms is '-1'"):
+        read_scan(path)
+    path.write_text("B,S,ms\n1,256,40.0,7\n")
+    with pytest.raises(CalibrationError, match="line 2 has more cells than the header"):
+        read_scan(path)
+    path.write_text("B,S,S,ms\n1,256,512,40.0\n")
+    with pytest.raises(CalibrationError, match="each once"):
+        read_scan(path)
+    path.write_bytes(b"B,S,ms\n1,256,\xff\n")
+    with pytest.raises(CalibrationError, match="cannot be read"):
+        read_scan(path)
+    with pytest.raises(CalibrationError, match="is no file"):
+        read_scan(tmp_path)
     with pytest.raises(CalibrationError, match="does not exist"):
         read_scan(tmp_path / "none.csv")
     path.write_text("B,S,ms,peak_GB\n1,256,40.0,\n")
@@ -290,6 +307,9 @@ def test_a_run_without_telemetry_is_refused(tmp_path):
     (tmp_path / "telemetry.jsonl").write_text("")
     with pytest.raises(CalibrationError, match="no step after the first 2"):
         read_run(tmp_path)
+    (tmp_path / "telemetry.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    with pytest.raises(CalibrationError, match="no telemetry of this version"):
+        read_run(tmp_path)
 
 
 def test_a_refit_from_a_run_alone():
@@ -330,6 +350,9 @@ def test_a_scan_of_another_model_does_not_resume(tmp_path):
     )
     with pytest.raises(CalibrationError, match="another zero_stage, fingerprints: 3 then, 2 now"):
         load_progress(path, replace(HERE, zero_stage=2, fingerprints={"model": "cc"}))
+    path.write_text('{"setting": {}, "points": []}')
+    with pytest.raises(CalibrationError, match="cannot be read"):
+        load_progress(path, HERE)
 
 
 def test_a_model_is_known_by_its_parameters():
@@ -338,12 +361,26 @@ def test_a_model_is_known_by_its_parameters():
     assert model_fingerprint(small) != model_fingerprint(large)
     frozen = torch.nn.Linear(4, 4).requires_grad_(False)
     assert model_fingerprint(small) != model_fingerprint(frozen)  # no gradients, another step time
+    checkpointed = torch.nn.Linear(4, 4)
+    checkpointed.gradient_checkpointing = False
+    assert model_fingerprint(small) == model_fingerprint(checkpointed)
+    checkpointed.gradient_checkpointing = True
+    assert model_fingerprint(small) != model_fingerprint(checkpointed)
 
 
 def test_times_and_shapes_of_the_command_line():
     assert [seconds(text) for text in ("90", "90s", "5m", "1h")] == [90, 90, 300, 3600]
     assert shapes("1x32x32,5x60x104") == ((1, 32, 32), (5, 60, 104))
-    for parse, text in ((seconds, "-5m"), (seconds, "soon"), (shapes, "32x32"), (shapes, "1x0x4")):
+    assert (count("8"), gigabytes("140.5"), fraction("0.9")) == (8, 140.5, 0.9)
+    bad = [
+        (seconds, "-5m"),
+        (seconds, "soon"),
+        (shapes, "32x32"),
+        (shapes, "1x0x4"),
+        (count, "0"),
+        (count, "x"),
+    ]
+    for parse, text in [*bad, (gigabytes, "-1"), (gigabytes, "inf"), (fraction, "92"), (fraction, "nan")]:
         with pytest.raises(argparse.ArgumentTypeError, match="allowed:"):
             parse(text)
 

@@ -79,6 +79,21 @@ def largest_tokens(
     return tokens
 
 
+def with_capacity(calibration: Calibration, capacity_gb: float | None, fraction: float) -> Calibration:
+    """The calibration with M_mem for such a device (None: its own) and share of it."""
+    capacity_gb = capacity_gb or calibration.setting.capacity_gb
+    memory = calibration.reserved or calibration.memory
+    shortest = min(point.tokens for point in measured(calibration.points))
+    tokens = largest_tokens(memory, capacity_gb, fraction, shortest)
+    if tokens is None:
+        unknown = "what its points filled" if memory is None else "a capacity; give --capacity-gb too"
+        raise CalibrationError(
+            f"M_mem cannot be had: the calibration does not know {unknown}, or --max-tokens."
+        )
+    setting = replace(calibration.setting, capacity_gb=capacity_gb)
+    return replace(calibration, max_tokens=tokens, memory_fraction=fraction, setting=setting)
+
+
 def with_budget(calibration: Calibration, corpus: Corpus, world_size: int) -> Calibration:
     """The calibration with M_comp chosen for a corpus: most predicted tokens/s under `dual_constraint`."""
     if calibration.max_tokens is None:

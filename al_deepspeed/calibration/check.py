@@ -38,8 +38,8 @@ class Request:
 def read_points(path: Path, patch: Shape) -> tuple[Request, ...]:
     """A CSV with columns B and shape (latent frames x height x width)."""
     requests = []
-    for line, row in enumerate(read_csv(path, ("B", "shape")), start=2):
-        shape = read_shape(row["shape"].strip())
+    for line, row in read_csv(path, ("B", "shape")):
+        shape = read_shape((row["shape"] or "").strip())
         if shape is None:
             raise CalibrationError(
                 f"{path} line {line}: shape is {row['shape']!r}; allowed: frames x height x width of the "

@@ -145,17 +145,27 @@ def parse_calibration(row: object, source: str) -> Calibration:
             f"{source} has schema_version {version!r}; this version reads {SCHEMA_VERSION}. "
             "Calibrate again with `al-deepspeed calibrate`."
         )
-    for name in ("max_tokens", "max_cost", "exponent"):
+    for name in ("max_tokens", "max_cost"):
         value = row.get(name)
-        if value is not None and (isinstance(value, bool | str) or not value > 0):
+        if value is not None and not _is_positive(value):
             raise CalibrationError(f"{source}: {name} is {value!r}; allowed: a number above 0, or null.")
     try:
-        return Calibration.from_dict(row)
+        calibration = Calibration.from_dict(row)
+        if not _is_positive(calibration.exponent):
+            raise ValueError(f"exponent is {calibration.exponent!r}")
+        if not any(point.ms for point in calibration.points):
+            raise ValueError("no point was measured")
     except (KeyError, TypeError, ValueError, AttributeError, AdaptiveLoadError) as error:
         detail = f"key {error} is missing" if isinstance(error, KeyError) else str(error)
+        detail = detail.removesuffix(" Calibrate again.").removesuffix(".")
         raise CalibrationError(
             f"{source} is not a complete calibration: {detail}. Calibrate again."
         ) from error
+    return calibration
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def write_calibration(calibration: Calibration, path: Path | str) -> None:

@@ -29,7 +29,13 @@ def read_run(run_dir: Path) -> list[Point]:
         raise CalibrationError(
             f"{run_dir} holds no {FILE_NAME}. Give the folder that dual_constraint_batching.run_dir named."
         )
-    points = run_points(read_telemetry(run_dir))
+    try:
+        points = run_points(read_telemetry(run_dir))
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise CalibrationError(
+            f"{run_dir / FILE_NAME} is no telemetry of this version ({type(error).__name__}: {error}). "
+            "Give another run."
+        ) from error
     if not points:
         raise CalibrationError(
             f"{run_dir / FILE_NAME} holds no step after the first {WARM_UP_STEPS}, which warm up. "

@@ -4,7 +4,6 @@ import argparse
 import os
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import deepspeed
 import torch.distributed as dist
@@ -13,71 +12,16 @@ from deepspeed.accelerator import get_accelerator
 import al_deepspeed
 from al_deepspeed.agreement import together
 from al_deepspeed.calibration import assemble, check, file, scan, show
+from al_deepspeed.calibration.arguments import parser
 from al_deepspeed.calibration.measure import Meter
 from al_deepspeed.calibration.setting import current_setting, scan_config
-from al_deepspeed.calibration.workload import Shape, load_factory, read_shape
+from al_deepspeed.calibration.workload import Shape, load_factory
 from al_deepspeed.config import load_config
 from al_deepspeed.data.manifest import read_manifest
 from al_deepspeed.errors import AdaptiveLoadError, CalibrationError
 from al_deepspeed.groups import data_ranks
+from al_deepspeed.pictures import check_picture
 from al_deepspeed.scheduling.shapes import Corpus, latent_tokens
-
-
-def parser() -> argparse.ArgumentParser:
-    """The scan's options; all after `--` are the factory's."""
-    arguments = argparse.ArgumentParser(prog="al_deepspeed.calibration", description=__doc__)
-    arguments.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # from the launcher
-    arguments.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # DeepSpeed's habit
-    arguments.add_argument("--deepspeed_config", required=True, metavar="FILE", help="the real run's")
-    arguments.add_argument("--factory", required=True, metavar="PKG.MOD:FUNCTION", help="model and batches")
-    arguments.add_argument("--manifest", type=Path, help="its shapes are scanned (default: ds_config's)")
-    arguments.add_argument("--shapes", type=shapes, default=(), help="FxHxW,... in place of a manifest's")
-    arguments.add_argument(
-        "--patch", type=shape, default=(1, 2, 2), metavar="FxHxW", help="with listed shapes"
-    )
-    arguments.add_argument("--calibration", type=Path, metavar="FILE", help="no scan: --check this one")
-    arguments.add_argument("--check", type=Path, metavar="CSV", help="measure these too: columns B, shape")
-    arguments.add_argument("--check-out", type=Path, metavar="FILE", help="default: the CSV as .json")
-    arguments.add_argument("--out", type=Path, default=Path("calibration.json"))
-    arguments.add_argument("--plot", type=Path, help="default: OUT as .png")
-    arguments.add_argument("--budget", type=seconds, default=300.0, metavar="5m", help="time for the scan")
-    arguments.add_argument("--largest-batch", type=int, default=1024, metavar="B")
-    arguments.add_argument("--most-repeats", type=int, default=10, metavar="N", help="a point")
-    arguments.add_argument("--form", default="auto", choices=("auto", "power", "two_term", "roofline"))
-    arguments.add_argument("--memory-fraction", type=float, default=assemble.MEMORY_FRACTION)
-    arguments.add_argument("--capacity-gb", type=float, help="a rank's memory (default: the device's)")
-    arguments.add_argument("--max-tokens", type=int, help="M_mem, in place of the measured one")
-    arguments.add_argument("--world-size", type=int, help="R that M_comp is for (default: this launch's)")
-    arguments.add_argument("--resume", action="store_true", help="go on with a scan that was interrupted")
-    arguments.add_argument("factory_arguments", nargs="*", metavar="-- ARGUMENTS", help="the factory's own")
-    return arguments
-
-
-def shape(text: str) -> Shape:
-    """`5x60x104` as a tuple."""
-    sides = read_shape(text)
-    if sides is None:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no shape; allowed: frames x height x width, as 5x60x104"
-        )
-    return sides
-
-
-def shapes(text: str) -> tuple[Shape, ...]:
-    return tuple(shape(part) for part in text.split(","))
-
-
-def seconds(text: str) -> float:
-    """`90`, `90s`, `5m` or `1h`."""
-    units = {"s": 1.0, "m": 60.0, "h": 3600.0}
-    number, unit = (text[:-1], units[text[-1]]) if text[-1:] in units else (text, 1.0)
-    try:
-        value = float(number) * unit
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no time; allowed: a number above 0, as 90s, 5m, 1h")
-    return value
 
 
 @dataclass(frozen=True)
@@ -112,6 +56,8 @@ def read_task(arguments: argparse.Namespace) -> Task:
     arguments.check_out = arguments.check_out or (arguments.check and arguments.check.with_suffix(".json"))
     if arguments.check and arguments.check == arguments.check_out:
         raise CalibrationError(f"--check-out is {arguments.check}, which --check reads; give another file.")
+    if arguments.plot:
+        check_picture(arguments.plot)
     stated = batching.get("max_tokens") if batching.get("calibration") else None
     corpus, shapes = _scanned(arguments, batching.get("manifest"))
     return Task(

@@ -59,9 +59,12 @@ class MemoryFit:
 
     @classmethod
     def from_dict(cls, row: dict) -> "MemoryFit":
+        lines = tuple((line["m0_gb"], line["m1_gb_per_token"]) for line in row["lines"])
+        if not lines:
+            raise ValueError("memory has no lines")
         return cls(
             optimizer_gb=row["optimizer_gb"],
-            lines=tuple((line["m0_gb"], line["m1_gb_per_token"]) for line in row["lines"]),
+            lines=lines,
             per_sample_gb=row["m2_gb_per_sample"],
             held_out=tuple(row["held_out"]),
         )

@@ -100,7 +100,6 @@ def _or_nan(value: float | None) -> float:
 
 def read_scan(path: Path) -> tuple[Point, ...]:
     """A scan's CSV: columns B, S, ms and, where memory was measured, peak_GB."""
-    rows = read_csv(path, ("B", "S", "ms"))
     return tuple(
         Point(
             batch_size=whole_number(path, line, row, "B"),
@@ -108,36 +107,49 @@ def read_scan(path: Path) -> tuple[Point, ...]:
             ms=_number(path, line, row, "ms", float),
             peak_gb=_number(path, line, row, "peak_GB", float) if row.get("peak_GB") else None,
         )
-        for line, row in enumerate(rows, start=2)
+        for line, row in read_csv(path, ("B", "S", "ms"))
     )
 
 
 def read_requests(path: Path) -> tuple[list[int], list[int]]:
     """Columns B and S of a CSV of points to predict."""
-    rows = read_csv(path, ("B", "S"))
-    numbered = list(enumerate(rows, start=2))
+    numbered = read_csv(path, ("B", "S"))
     return (
         [whole_number(path, line, row, "B") for line, row in numbered],
         [whole_number(path, line, row, "S") for line, row in numbered],
     )
 
 
-def read_csv(path: Path, required: Sequence[str]) -> list[dict[str, str]]:
-    """Rows of a CSV that has at least the required columns and one row."""
+def read_csv(path: Path, required: Sequence[str]) -> list[tuple[int, dict[str, str]]]:
+    """Rows of a CSV that has at least the required columns and one row, each with its line in the file."""
+    wanted = f"a CSV with columns {', '.join(required)}"
     if not path.is_file():
-        raise CalibrationError(f"{path} does not exist. Give a CSV with columns {', '.join(required)}.")
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file, skipinitialspace=True)
-        missing = [name for name in required if name not in (reader.fieldnames or ())]
-        if missing:
-            raise CalibrationError(
-                f"{path} has columns {', '.join(reader.fieldnames or ()) or 'none'}; "
-                f"needed: {', '.join(required)}. Missing: {', '.join(missing)}."
-            )
-        rows = list(reader)
+        raise CalibrationError(
+            f"{path} {'is no file' if path.exists() else 'does not exist'}. Give {wanted}."
+        )
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, skipinitialspace=True)
+            reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+            _check_columns(path, reader.fieldnames, required)
+            rows = [(reader.line_num, row) for row in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise CalibrationError(f"{path} cannot be read: {error}. Give {wanted}, in UTF-8.") from error
     if not rows:
         raise CalibrationError(f"{path} has a header and no rows. Give at least one point.")
+    for line, row in rows:
+        if None in row:
+            raise CalibrationError(f"{path} line {line} has more cells than the header. Mend the row.")
     return rows
+
+
+def _check_columns(path: Path, names: Sequence[str], required: Sequence[str]) -> None:
+    needed = f"{path} has columns {', '.join(names) or 'none'}; needed: {', '.join(required)}"
+    missing = [name for name in required if name not in names]
+    if missing:
+        raise CalibrationError(f"{needed}. Missing: {', '.join(missing)}.")
+    if len(set(names)) < len(names):
+        raise CalibrationError(f"{needed}, each once. Rename the doubled ones.")
 
 
 def whole_number(path: Path, line: int, row: Mapping[str, str], name: str) -> int:

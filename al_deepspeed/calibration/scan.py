@@ -68,16 +68,22 @@ def load_progress(path: Path, setting: Setting) -> Progress:
     """
     if not path.is_file():
         return Progress()
-    row = json.loads(path.read_text(encoding="utf-8"))
-    then, now = row["setting"], asdict(setting)
-    differing = [name for name in now if name != "capacity_gb" and then[name] != now[name]]
+    try:
+        row = json.loads(path.read_text(encoding="utf-8"))
+        then, now = row["setting"], asdict(setting)
+        differing = [name for name in now if name != "capacity_gb" and then[name] != now[name]]
+        progress = Progress([Point.from_dict(point) for point in row["points"]], row["used_s"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CalibrationError(
+            f"--resume: {path} cannot be read ({type(error).__name__}: {error}). Start anew without --resume."
+        ) from error
     if differing:
         raise CalibrationError(
             f"--resume: {path} was measured with another {', '.join(differing)}: "
             f"{', '.join(f'{then[name]} then, {now[name]} now' for name in differing)}. "
             "Start anew without --resume."
         )
-    return Progress([Point.from_dict(point) for point in row["points"]], row["used_s"])
+    return progress
 
 
 class Scan:

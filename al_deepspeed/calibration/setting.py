@@ -35,13 +35,20 @@ def current_setting(engine: Any, config: dict, capacity_gb: float | None = None)
 
 
 def model_fingerprint(model: torch.nn.Module) -> str:
-    """Hex digest over each parameter's name, whole shape and whether it is trained."""
-    return _digest(
-        [
-            [name, list(getattr(parameter, "ds_shape", parameter.shape)), parameter.requires_grad]
-            for name, parameter in sorted(model.named_parameters())
-        ]
-    )
+    """Hex digest over each parameter's name, whole shape and whether it is trained, and what is checkpointed.
+
+    Modules of diffusers and transformers hold `gradient_checkpointing`: it changes time and memory alike.
+    """
+    parameters = [
+        [name, list(getattr(parameter, "ds_shape", parameter.shape)), parameter.requires_grad]
+        for name, parameter in sorted(model.named_parameters())
+    ]
+    checkpointed = [
+        name
+        for name, module in model.named_modules()
+        if getattr(module, "gradient_checkpointing", None) is True
+    ]
+    return _digest([*parameters, *checkpointed])
 
 
 def _digest(value: Any) -> str:

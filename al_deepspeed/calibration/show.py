@@ -129,14 +129,17 @@ def draw(calibration: Calibration, path: Path) -> None:
     from matplotlib import pyplot
 
     data = columns(calibration.points)
-    wide = 3 if calibration.curve else 2
+    panels = [_draw_time]
+    if np.isfinite([data.peak_gb, data.reserved_gb]).any():
+        panels.append(_draw_memory)
+    wide = len(panels) + bool(calibration.curve)
     figure = pyplot.figure(figsize=(5.5 * wide, 7))
     grid = figure.add_gridspec(2, wide, height_ratios=(2, 1))
-    for column, draw_points in enumerate((_draw_time, _draw_memory)):
+    for column, draw_points in enumerate(panels):
         upper = figure.add_subplot(grid[0, column])
         draw_points((upper, figure.add_subplot(grid[1, column], sharex=upper)), calibration, data)
     if calibration.curve:
-        _draw_curve(figure.add_subplot(grid[:, 2]), calibration)
+        _draw_curve(figure.add_subplot(grid[:, -1]), calibration)
     figure.tight_layout()
     save_picture(figure, path)
 
@@ -189,7 +192,6 @@ def _draw_memory(axes, calibration: Calibration, data) -> None:
         residual = calibration.memory.peak_gb(data.batch_size, data.tokens)[known] / data.peak_gb[known] - 1
         lower.plot(load[known], 100 * residual, "o", ms=5)
     upper.set(xscale="log", yscale="log", ylabel="peak GB")
-    if known.any() or held.any():
-        upper.legend(fontsize=8)
+    upper.legend(fontsize=8)
     lower.axhline(0, color="grey", lw=0.8)
     lower.set(xlabel="B * S", ylabel="fit - measured, %")

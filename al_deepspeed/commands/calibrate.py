@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,8 +19,28 @@ from al_deepspeed.errors import CalibrationError
 if TYPE_CHECKING:
     from al_deepspeed.calibration.file import Calibration
 
+# Options that only some sources of a calibration use -> what to say where another is given.
+IN_A_SCAN = (
+    *(
+        "launcher",
+        "budget",
+        "shapes",
+        "patch",
+        "largest_batch",
+        "most_repeats",
+        "resume",
+        "check",
+        "check_out",
+    ),
+    "factory_arguments",
+)
+NOT_WITH_PREDICT = (
+    *("manifest", "world_size", "out", "plot", "form", "memory_fraction", "capacity_gb", "max_tokens"),
+)
+
 
 def run(
+    context: typer.Context,
     factory_arguments: Annotated[
         list[str] | None, typer.Argument(help="After `--`: the factory's own, such as --pretrained NAME.")
     ] = None,
@@ -40,8 +61,8 @@ def run(
         str | None, typer.Option(help="Latent shapes to scan, FxHxW,..., in place of the manifest's.")
     ] = None,
     patch: Annotated[str, typer.Option(help="With --shapes: the model's patch.")] = "1x2x2",
-    largest_batch: Annotated[int, typer.Option(help="B is scanned up to this.")] = 1024,
-    most_repeats: Annotated[int, typer.Option(help="Timed runs of a point, at most.")] = 10,
+    largest_batch: Annotated[int, typer.Option(min=1, help="B is scanned up to this.")] = 1024,
+    most_repeats: Annotated[int, typer.Option(min=1, help="Timed runs of a point, at most.")] = 10,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted scan.")] = False,
     from_scan: Annotated[
         Path | None, typer.Option(help="Fit a table of measured points (CSV: B, S, ms, peak_GB), no engine.")
@@ -69,7 +90,7 @@ def run(
     ] = None,
     manifest: Annotated[Path | None, typer.Option(help="The corpus that M_comp is chosen for.")] = None,
     world_size: Annotated[
-        int | None, typer.Option(help="The data-parallel ranks R that M_comp is chosen for.")
+        int | None, typer.Option(min=1, help="The data-parallel ranks R that M_comp is chosen for.")
     ] = None,
     out: Annotated[Path, typer.Option(help="The calibration to write.")] = Path("calibration.json"),
     plot: Annotated[Path | None, typer.Option(help="The picture to write (default: OUT as .png).")] = None,
@@ -84,7 +105,7 @@ def run(
         typer.Option(help="A rank's memory in 10^9 bytes, which gives M_mem (scan: the device's)."),
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(help="M_mem in tokens, in place of the measured one.")
+        int | None, typer.Option(min=1, help="M_mem in tokens, in place of the measured one.")
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object on standard output.")
@@ -95,7 +116,14 @@ def run(
 
     from al_deepspeed.calibration import assemble, file, points, show
     from al_deepspeed.data.manifest import read_manifest
+    from al_deepspeed.pictures import check_picture
 
+    if not 0 < memory_fraction <= 1:
+        raise CalibrationError(f"--memory-fraction is {memory_fraction}; allowed: above 0, at most 1.")
+    if capacity_gb is not None and not 0 < capacity_gb < float("inf"):
+        raise CalibrationError(f"--capacity-gb is {capacity_gb}; allowed: above 0, in 10^9 bytes.")
+    if plot:
+        check_picture(plot)
     scans = deepspeed_config is not None or factory is not None
     checks_another = scans and check is not None and calibration is not None
     if scans + bool(from_scan) + bool(from_run or (calibration and not checks_another)) != 1:
@@ -107,7 +135,10 @@ def run(
         raise CalibrationError("--check measures in the live engine: give --deepspeed-config and --factory.")
     if predict and (from_run or not calibration):
         raise CalibrationError("--predict needs --calibration C alone, the calibration to predict with.")
+    if not scans:
+        _refuse(context, IN_A_SCAN, "is for a scan: give --deepspeed-config and --factory, or leave it out.")
     if predict:
+        _refuse(context, NOT_WITH_PREDICT, "does not go with --predict; leave it out.")
         _print_predictions(file.read_calibration(calibration), *points.read_requests(predict), as_json)
         return
     if scans:
@@ -146,6 +177,7 @@ def run(
     if bool(manifest) != bool(world_size):
         raise CalibrationError("M_comp is chosen from --manifest M and --world-size R together; give both.")
     before = file.read_calibration(calibration) if calibration else None
+    of_memory = _given(context, ("memory_fraction", "capacity_gb"))
     if from_scan:
         result = assemble.calibrate(
             points.read_scan(from_scan),
@@ -154,12 +186,18 @@ def run(
             memory_fraction=memory_fraction,
         )
     elif from_run:
+        _refuse(
+            *(context, of_memory),
+            "does not go with --from-run: a run's reservations mix all its shapes. Give --max-tokens.",
+        )
         with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to standard output from its import on
             from al_deepspeed.calibration.from_run import read_run, refit
 
         result = refit(read_run(from_run), before, form=form)
     else:
-        result = before
+        _refuse(context, ("form",), "is for fitting points: with a scan, --from-scan or --from-run.")
+        share = memory_fraction if "memory_fraction" in of_memory else before.memory_fraction
+        result = assemble.with_capacity(before, capacity_gb, share) if of_memory else before
     result = replace(result, max_tokens=max_tokens or result.max_tokens)
     corpus = read_manifest(manifest).corpus() if manifest else None
     if corpus:
@@ -169,6 +207,19 @@ def run(
     show.print_calibration(result, Console(stderr=as_json), corpus)
     if as_json:
         print(json.dumps(result.to_dict()))
+
+
+def _given(context: typer.Context, names: Sequence[str]) -> list[str]:
+    """Those of the options that stand on the command line."""
+    source = context.get_parameter_source
+    return [name for name in names if context.params[name] and source(name).name == "COMMANDLINE"]
+
+
+def _refuse(context: typer.Context, names: Sequence[str], reason: str) -> None:
+    """An error for the first of the options that stands on the command line: it would have no effect."""
+    for name in _given(context, names):
+        option = "what stands after `--`" if name == "factory_arguments" else f"--{name.replace('_', '-')}"
+        raise CalibrationError(f"{option} {reason}")
 
 
 def _launch(launcher: str, factory_arguments: list[str], as_json: bool, options: dict) -> None:
