@@ -19,6 +19,7 @@ if [ "$ranks" = 0 ]; then
     ranks=2
     precision=fp32  # bfloat16 is slower than fp32 on most CPUs
     export DS_ACCELERATOR=cpu OMP_NUM_THREADS=$((($(nproc) + 1) / 2))
+    export TORCHDYNAMO_DISABLE=1  # nothing is compiled here, yet DeepSpeed would load Inductor: seconds a launch
 fi
 export TORCH_EXTENSIONS_DIR="$venv/torch_extensions"  # builds shared between environments wait for each other
 port=$(python -c "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])")
