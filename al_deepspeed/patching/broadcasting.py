@@ -48,7 +48,7 @@ def fit(x, branch, gate, shift, scale) -> Fitted | None:
     layout, shape, grouped = _layout(x.shape, sizes)
     if layout is None:
         return None
-    placed = [None if m is None else m.expand(*shape, m.shape[-1]).reshape(grouped) for m in aligned]
+    placed = [None if m is None else _placed(m, shape, grouped) for m in aligned]
     return Fitted(x, branch, *placed, layout)
 
 
@@ -72,7 +72,16 @@ def _aligned(modulation: Tensor, dims: int) -> Tensor:
     for axis in range(modulation.dim() - 1):
         if modulation.shape[axis] > 1 and modulation.stride(axis) == 0:
             modulation = modulation.narrow(axis, 0, 1)
-    return modulation.reshape((1,) * (dims - modulation.dim()) + tuple(modulation.shape))
+    missing = dims - modulation.dim()
+    return modulation.reshape((1,) * missing + tuple(modulation.shape)) if missing else modulation
+
+
+def _placed(modulation: Tensor, sizes: list[int], shape: tuple[int, ...]) -> Tensor:
+    """Views that change nothing are left out: each costs the host time, in the backward pass too."""
+    whole = (*sizes, modulation.shape[-1])
+    if modulation.shape != whole:
+        modulation = modulation.expand(whole)
+    return modulation if modulation.shape == shape else modulation.reshape(shape)
 
 
 def _layout(x_shape, sizes: list[int]) -> tuple[str | None, list[int], tuple[int, ...]]:
