@@ -135,7 +135,7 @@ class PlannedBatches(Batches):
         dataset: map-style, indexed by row of the manifest.
         sampler: this rank's view of the plan.
         collate_fn: list of samples -> dict; torch's default stacks tensors.
-        num_workers: processes that read ahead; they live as long as the loader.
+        num_workers: processes that read ahead, forked for each iteration.
         pin_memory: page-locked batches; None: where the accelerator is a GPU.
         listener: told of every batch.
     """
@@ -159,7 +159,6 @@ class PlannedBatches(Batches):
             batch_sampler=_Draws(self),
             collate_fn=collate_fn or default_collate,
             num_workers=num_workers,
-            persistent_workers=num_workers > 0,
             pin_memory=pin_memory,
             worker_init_fn=heed_only_the_rank,
         )
