@@ -134,19 +134,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         float out[W];
 #pragma unroll
         for (int i = 0; i < W; ++i) out[i] = h[i];
-        if constexpr (kAny) {
-          float w[W];
-          if (op.weight.data) {
-            load_some<W>(op.weight.data, op.weight.dtype, first + k * kStep, w);
-#pragma unroll
-            for (int i = 0; i < W; ++i) out[i] *= w[i];
-          }
-          if (op.bias.data) {
-            load_some<W>(op.bias.data, op.bias.dtype, first + k * kStep, w);
-#pragma unroll
-            for (int i = 0; i < W; ++i) out[i] += w[i];
-          }
-        }
+        if constexpr (kAny) apply_affine<W>(op, first + k * kStep, out);
 #pragma unroll
         for (int i = 0; i < W; ++i) out[i] *= d[i];
         store_parameter<P, W>(modulation_at(op.dscale), op.dscale.dtype, k * kStep, out);

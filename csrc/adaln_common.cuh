@@ -15,44 +15,42 @@ constexpr int kWarp = 32;
 // ---- element types ---------------------------------------------------------------------------------------------
 // A typed kernel moves 16 bytes at a time: Width elements. The fp32 values of a vector exist only while in use.
 
-struct Bf16 {
-  static constexpr AdalnDtype kDtype = ADALN_BF16;
+// A type of 2 bytes: `two(word, low, high)` and `pair(low, high)` are its own.
+template <class T>
+struct TwoBytes {
   static constexpr int kBytes = 2, kWidth = 8;
   static __device__ __forceinline__ void unpack(const uint4& v, float (&f)[8]) {
     const uint32_t word[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      f[2 * i] = __uint_as_float(word[i] << 16);
-      f[2 * i + 1] = __uint_as_float(word[i] & 0xffff0000u);
-    }
-  }
-  static __device__ __forceinline__ uint32_t pair(float a, float b) {
-    const __nv_bfloat162 h = __floats2bfloat162_rn(a, b);
-    return *reinterpret_cast<const uint32_t*>(&h);
+    for (int i = 0; i < 4; ++i) T::two(word[i], f[2 * i], f[2 * i + 1]);
   }
   static __device__ __forceinline__ uint4 pack(const float (&f)[8]) {
-    return make_uint4(pair(f[0], f[1]), pair(f[2], f[3]), pair(f[4], f[5]), pair(f[6], f[7]));
+    return make_uint4(T::pair(f[0], f[1]), T::pair(f[2], f[3]), T::pair(f[4], f[5]), T::pair(f[6], f[7]));
   }
 };
 
-struct Fp16 {
-  static constexpr AdalnDtype kDtype = ADALN_F16;
-  static constexpr int kBytes = 2, kWidth = 8;
-  static __device__ __forceinline__ void unpack(const uint4& v, float (&f)[8]) {
-    const uint32_t word[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 two = __half22float2(*reinterpret_cast<const __half2*>(&word[i]));
-      f[2 * i] = two.x;
-      f[2 * i + 1] = two.y;
-    }
+struct Bf16 : TwoBytes<Bf16> {
+  static constexpr AdalnDtype kDtype = ADALN_BF16;
+  static __device__ __forceinline__ void two(uint32_t word, float& low, float& high) {
+    low = __uint_as_float(word << 16);
+    high = __uint_as_float(word & 0xffff0000u);
   }
-  static __device__ __forceinline__ uint32_t pair(float a, float b) {
-    const __half2 h = __floats2half2_rn(a, b);
+  static __device__ __forceinline__ uint32_t pair(float low, float high) {
+    const __nv_bfloat162 h = __floats2bfloat162_rn(low, high);
     return *reinterpret_cast<const uint32_t*>(&h);
   }
-  static __device__ __forceinline__ uint4 pack(const float (&f)[8]) {
-    return make_uint4(pair(f[0], f[1]), pair(f[2], f[3]), pair(f[4], f[5]), pair(f[6], f[7]));
+};
+
+struct Fp16 : TwoBytes<Fp16> {
+  static constexpr AdalnDtype kDtype = ADALN_F16;
+  static __device__ __forceinline__ void two(uint32_t word, float& low, float& high) {
+    const float2 both = __half22float2(*reinterpret_cast<const __half2*>(&word));
+    low = both.x;
+    high = both.y;
+  }
+  static __device__ __forceinline__ uint32_t pair(float low, float high) {
+    const __half2 h = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&h);
   }
 };
 
@@ -163,6 +161,22 @@ __device__ __forceinline__ void load_some(const void* data, AdalnDtype dtype, in
   else Bf16::unpack(v, eight);
 #pragma unroll
   for (int k = 0; k < W; ++k) f[k] = eight[k];
+}
+
+// The norm's own weight and bias, where it has them, on W normalised values from a column on.
+template <int W, class Op>
+__device__ __forceinline__ void apply_affine(const Op& op, int64_t column, float (&h)[W]) {
+  float p[W];
+  if (op.weight.data) {
+    load_some<W>(op.weight.data, op.weight.dtype, column, p);
+#pragma unroll
+    for (int i = 0; i < W; ++i) h[i] *= p[i];
+  }
+  if (op.bias.data) {
+    load_some<W>(op.bias.data, op.bias.dtype, column, p);
+#pragma unroll
+    for (int i = 0; i < W; ++i) h[i] += p[i];
+  }
 }
 
 template <int W>

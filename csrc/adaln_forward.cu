@@ -186,19 +186,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
         f[i] = (f[i] - mean) * rstd;
         scales[i] = shifts[i] = 0.f;
       }
-      if constexpr (kAny) {
-        float p[W];
-        if (op.weight.data) {
-          load_some<W>(op.weight.data, op.weight.dtype, first + k * kStep, p);
-#pragma unroll
-          for (int i = 0; i < W; ++i) f[i] *= p[i];
-        }
-        if (op.bias.data) {
-          load_some<W>(op.bias.data, op.bias.dtype, first + k * kStep, p);
-#pragma unroll
-          for (int i = 0; i < W; ++i) f[i] += p[i];
-        }
-      }
+      if constexpr (kAny) apply_affine<W>(op, first + k * kStep, f);
       if (!kAny || op.scale.data) load_parameter<P, W>(scale, op.scale.dtype, k * kStep, scales);
       if (!kAny || op.shift.data) load_parameter<P, W>(shift, op.shift.dtype, k * kStep, shifts);
 #pragma unroll
