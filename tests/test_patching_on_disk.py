@@ -1,5 +1,6 @@
 """Files on disk: patched all or none, restored to the byte, and left alone where anything is amiss."""
 
+import dataclasses
 import os
 import stat
 import subprocess
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from al_deepspeed.errors import PatchError
-from al_deepspeed.patching import on_disk, record
+from al_deepspeed.patching import on_disk, record, rewriter
 
 BLOCK = '''"""A block."""
 
@@ -99,6 +100,7 @@ def test_a_second_apply_changes_nothing(tree):
 
 def test_the_diff_is_a_patch_of_the_users_own_tree(tree):
     (tree / "a.py").write_bytes(BLOCK.replace("\n", "\r\n").rstrip().encode())  # no newline at the end
+    (tree / "with a blank.py").write_text(BLOCK)
     text = on_disk.diff(on_disk.examine(tree))
     copy = tree.parent / "copy"
     for name, (data, _) in contents(tree).items():
@@ -106,7 +108,7 @@ def test_the_diff_is_a_patch_of_the_users_own_tree(tree):
         (copy / name).write_bytes(data)
     subprocess.run(["patch", "-p1", "--binary", "-s"], cwd=copy, input=text, check=True)
     on_disk.apply(tree)
-    for name in ("a.py", "deep/b.py"):
+    for name in ("a.py", "deep/b.py", "with a blank.py"):
         assert (copy / name).read_bytes() == (tree / name).read_bytes()
 
 
@@ -116,6 +118,9 @@ ENCODINGS = {
     "tabs": BLOCK.replace("    ", "\t").encode(),
     "latin-1": ("# -*- coding: latin-1 -*-\n" + BLOCK.replace("A block", "Überblock")).encode("latin-1"),
     "no newline at the end": BLOCK.rstrip().encode(),
+    "a docstring in two parts": BLOCK.replace(
+        '"""A block."""\n', '"A" " block."\nfrom __future__ import annotations\n'
+    ).encode(),
     "trailing blanks and a form feed": BLOCK.replace("import torch\n", "import torch  \n\f\n", 1).encode(),
 }
 
@@ -136,14 +141,45 @@ def test_bytes_outside_the_sites_are_kept(tree, name):
     assert (tree / "a.py").read_bytes() == data
 
 
+HELPERS = {
+    "a form feed": "\f\nX = '\x0b\x1c\u2028'\n\n\ndef modulate(x, shift, scale):\n"
+    "    return x * (1 + scale) + shift\n",
+    "a string that is indented less": "if True:\n    def modulate(x, shift, scale):\n"
+    "        '''Of\nx.'''\n        return x * (1 + scale) + shift\n",
+}
+
+
+@pytest.mark.parametrize("case", HELPERS)
+def test_helpers_are_found_in_files_of_any_form(tree, case):
+    (tree / "helpers.py").write_text(HELPERS[case], encoding="utf-8")
+    text = BLOCK.replace("self.norm(x) * (1 + scale) + shift", "modulate(self.norm(x), shift, scale)")
+    (tree / "a.py").write_text(text.replace("import torch\n", "from .helpers import modulate\n", 1))
+    on_disk.apply(tree)
+    assert patched(tree / "a.py")
+
+
+def test_code_that_would_not_compile_is_not_written(tree, monkeypatch):
+    monkeypatch.setattr(
+        on_disk,
+        "rewrite",
+        lambda source, **how: dataclasses.replace(rewriter.rewrite(source, **how), source="def f(:\n"),
+    )
+    before = contents(tree)
+    found = on_disk.apply(tree).examined
+    assert {note.file for note in found.unreadable} == {"a.py", "deep/b.py"}
+    assert contents(tree) == before
+
+
 def test_unreadable_files_are_named_and_the_rest_goes_on(tree):
     (tree / "broken.py").write_text(BLOCK + "def f(:\n")
     (tree / "binary.py").write_bytes(b"x = '\xff\xfe'\n")
     (tree / "nulls.py").write_bytes(b"x = 1\0\n")
+    (tree / "deep.py").write_text(f"norm = {'-' * 20000}1\n")
     os.mkfifo(tree / "pipe.py")
     before = {name: (tree / name).read_bytes() for name in ("broken.py", "binary.py", "nulls.py")}
     found = on_disk.examine(tree)
-    assert {note.file for note in found.unreadable} == {"broken.py", "binary.py", "nulls.py", "pipe.py"}
+    unreadable = {note.file for note in found.unreadable}
+    assert unreadable == {"broken.py", "binary.py", "nulls.py", "deep.py", "pipe.py"}
     assert next(note.reason for note in found.unreadable if note.file == "broken.py").startswith("line 14:")
     on_disk.apply(tree)
     assert patched(tree / "a.py")

@@ -125,7 +125,7 @@ def _origins(found: Found) -> list[Value]:
 
 def _visit(frame: Frame, place: Place, node: cst.CSTNode, found: Found, part_of: set) -> None:
     """Outermost expressions first; what belongs to a match is not matched again."""
-    value = frame.values.get(node) if isinstance(node, cst.BaseExpression) else None
+    value = frame.values.get(node)
     if value is not None and node not in part_of:
         candidate = _match(place, node, value, found)
         if candidate is not None:

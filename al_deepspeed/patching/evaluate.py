@@ -12,7 +12,7 @@ from al_deepspeed.patching.effects import effect, is_harmless
 from al_deepspeed.patching.flow import Frame
 from al_deepspeed.patching.helpers import see_through
 from al_deepspeed.patching.names import Class, Function, Library
-from al_deepspeed.patching.nodes import children, descend
+from al_deepspeed.patching.nodes import children, descend, is_expression
 from al_deepspeed.patching.norms import Norms, is_role
 from al_deepspeed.patching.scopes import names_in
 from al_deepspeed.patching.values import (
@@ -91,7 +91,7 @@ class Evaluator:
         """Evaluates the expressions directly below a node."""
         found = []
         for child in children(node):
-            if isinstance(child, cst.BaseExpression):
+            if is_expression(type(child)):
                 found.append(self.evaluate(frame, child))
             else:
                 found += self.children(frame, child)
@@ -158,7 +158,7 @@ class Evaluator:
             names = names_in(node)
             frame.held_back |= names
             for walrus in descend(node):
-                if isinstance(walrus, cst.NamedExpr) and isinstance(node, cst.BaseComp):
+                if type(walrus) is cst.NamedExpr and not isinstance(node, cst.Lambda):
                     frame.bind_target(walrus.target, None)
             inner = tuple(
                 Read(node, frame, frame.place, frame.names[name]) for name in names if name in frame.names

@@ -43,10 +43,19 @@ class LiveModule:
         return cls(module, source) if isinstance(source, Source) else None
 
     def place(self, function: FunctionType) -> Place | None:
-        """Where the function stands in the source; None when that is not the code it runs."""
+        """Where the function stands in the source; None when the file is not what runs."""
+        return self._place(function) if self.is_current else None
+
+    def _place(self, function: FunctionType) -> Place | None:
         code = function.__code__
         place = self._places.get((code.co_name, code.co_firstlineno))
         return place if place is not None and _same(self._codes[place], code) else None
+
+    @cached_property
+    def is_current(self) -> bool:
+        """Whether every function of the module that comes from the file still stands in it."""
+        own = [function for function in _functions(self.module) if _is_named_in(function, self._source.path)]
+        return all(self._place(function) for function in own)
 
     @cached_property
     def rewritten(self) -> Rewritten:
@@ -105,9 +114,10 @@ class LiveModule:
             imported = sys.modules.get(importlib.util.resolve_name(name, package))
         except ImportError:
             imported = None
-        file = Path(getattr(imported, "__file__", None) or "")
-        source = read(file.parent, file.name) if file.suffix == ".py" else None
-        return source.text if isinstance(source, Source) else resolver(path, path.parent, {})(name)
+        live = None if imported is None else LiveModule.of(imported)
+        if live is not None:
+            return live._source.text if live.is_current else None
+        return resolver(path, path.parent, {})(name)
 
 
 class _WithoutOriginals(ast.NodeTransformer):
@@ -155,6 +165,21 @@ def _enclosed(attribute: Any, file_name: str) -> Iterator[FunctionType]:
             yield held
 
 
+def _functions(module: ModuleType) -> Iterator[FunctionType]:
+    """The functions and methods that a module defines, without what wraps them."""
+    held = list(vars(module).values())
+    classes = [one for one in held if isinstance(one, type) and one.__module__ == module.__name__]
+    for one in [*held, *(attribute for cls in classes for attribute in vars(cls).values())]:
+        one = getattr(one, "__func__", getattr(one, "fget", one))
+        if isinstance(one, FunctionType):
+            yield one
+
+
+def _is_named_in(function: FunctionType, path: Path) -> bool:
+    code = function.__code__
+    return Path(code.co_filename) == path and not code.co_name.startswith("<")
+
+
 def _compiled(source: str | ast.Module, name: str) -> CodeType:
     return compile(source, name, "exec", dont_inherit=True)
 
@@ -176,7 +201,17 @@ def _same(one: CodeType, other: CodeType) -> bool:
         one.co_code == other.co_code
         and one.co_names == other.co_names
         and one.co_varnames == other.co_varnames
+        and len(one.co_consts) == len(other.co_consts)
+        and all(map(_same_constant, one.co_consts, other.co_consts))
     )
+
+
+def _same_constant(one: Any, other: Any) -> bool:
+    if isinstance(one, CodeType) and isinstance(other, CodeType):
+        return _same(one, other)
+    if isinstance(one, frozenset):
+        return one == other
+    return type(one) is type(other) and repr(one) == repr(other)  # 0.0 is not -0.0, nan is nan
 
 
 def _decorators(text: str, place: Place) -> list[str]:

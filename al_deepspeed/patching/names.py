@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import re
 import sys
-import textwrap
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 import libcst as cst
-from libcst.helpers import get_full_name_for_node
 
+from al_deepspeed.patching.nodes import dotted_name
 from al_deepspeed.patching.scopes import names_bound_in
 
 Resolve = Callable[[str], str | None]
+LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")  # Python's lines: str.splitlines knows more ends
 ELSEWHERE = sys.stdlib_module_names | {"torch", "numpy", "einops"}  # no norms or helpers of models there
 
 
@@ -32,7 +34,9 @@ def parsed(source: str) -> cst.Module:
 
 @lru_cache(maxsize=256)
 def outlined(source: str) -> ast.Module:
-    return ast.parse(source)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        return ast.parse(source)
 
 
 @dataclass(eq=False)
@@ -49,7 +53,7 @@ class Function:
         names = set()
         for decorator in self.node.decorators:
             call = decorator.decorator
-            name = get_full_name_for_node(call.func if isinstance(call, cst.Call) else call)
+            name = dotted_name(call.func if isinstance(call, cst.Call) else call)
             names.add((name or "?").rpartition(".")[2])
         return names
 
@@ -107,11 +111,12 @@ class Module:
     def __init__(self, source: str, name: str, library: Library, tree: cst.Module | None = None) -> None:
         self.name, self.library, self.tree = name, library, tree
         self.imports: dict[str, str] = {}
-        self._lines = source.splitlines(keepends=True)
+        self._lines = LINE.findall(source)
         self._spans: dict[str, tuple[int, int]] = {}
         self._classes: dict[str, Class | None] = {}
         self._functions: dict[str, Function | None] = {}
         self._outlined = outlined(source)
+        self._has_global = "global" in source
         self._outline(self._outlined.body)
         for statement in () if tree is None else _top_level(tree):
             self._add(statement)
@@ -141,10 +146,10 @@ class Module:
 
     def imported(self, node: cst.Import | cst.ImportFrom, alias: cst.ImportAlias) -> str:
         """The dotted name that an import inside a function gives to a local name, as in `imports`."""
-        name = get_full_name_for_node(alias.name)
+        name = dotted_name(alias.name)
         if isinstance(node, cst.Import):
             return name if alias.asname is not None else name.partition(".")[0]
-        written = "." * len(node.relative) + (get_full_name_for_node(node.module) if node.module else "")
+        written = "." * len(node.relative) + (dotted_name(node.module) if node.module else "")
         source = relative_to(self.name, written)
         return f"{source}{'' if source.endswith('.') else '.'}{name}"
 
@@ -163,9 +168,12 @@ class Module:
         known = self._classes if kind == "class" else self._functions
         if name not in known and name in self._spans and self.tree is None:
             first, last = self._spans.pop(name)
-            text = textwrap.dedent("".join(self._lines[first:last]))
-            for statement in parsed(text).body:
-                self._add(statement)
+            text = "".join(self._lines[first:last])
+            if text[:1].isspace():  # strings in it may be indented less, so dedenting is no way
+                text = f"if True:\n{text}"
+            with contextlib.suppress(cst.ParserSyntaxError):
+                for statement in _top_level(parsed(text)):
+                    self._add(statement)
         return known.get(name)
 
     def classes(self) -> list[Class]:
@@ -179,7 +187,7 @@ class Module:
 
     def qualified(self, node: cst.CSTNode) -> str | None:
         """The dotted name that an expression `a.b.c` stands for."""
-        full = get_full_name_for_node(node) if isinstance(node, cst.Name | cst.Attribute) else None
+        full = dotted_name(node)
         if full is None:
             return None
         first, dot, rest = full.partition(".")
@@ -199,11 +207,13 @@ class Module:
     @cached_property
     def _rebound(self) -> set[str]:
         """By functions."""
+        if not self._has_global:
+            return set()
         shared = [node for node in ast.walk(self._outlined) if isinstance(node, ast.Global)]
         return {name for node in shared for name in node.names}
 
     def _find(self, node: cst.CSTNode, kind: str):
-        full = get_full_name_for_node(node) if isinstance(node, cst.Name | cst.Attribute) else None
+        full = dotted_name(node)
         if full is None or (full.partition(".")[0] not in self.imports and "." in full):
             return None
         return self.library.find(self, self.qualified(node), kind)
@@ -214,7 +224,7 @@ class Module:
     def find_function(self, node: cst.CSTNode) -> Function | None:
         """The function that a name of this module stands for, unless something else may take its place."""
         found = self._find(node, "function")
-        first = (get_full_name_for_node(node) or "").partition(".")[0]
+        first = (dotted_name(node) or "").partition(".")[0]
         if found is None or not self.defines_once(first):
             return None
         return found if found.module.defines_once(found.node.name.value) else None

@@ -10,13 +10,12 @@ the runtime, on the module itself.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from functools import lru_cache
 
 import libcst as cst
-from libcst.helpers import get_full_name_for_node
 
 from al_deepspeed.patching.names import Class, Function, Module
-from al_deepspeed.patching.nodes import descend
+from al_deepspeed.patching.nodes import descend, dotted_name
 
 NORM_CLASSES = frozenset(
     [
@@ -106,7 +105,7 @@ class Norms:
     def attribute_is_rms(self, owner: Class, name: str) -> bool:
         """Whether all that the attribute can hold are RMS norms."""
         made = [part for function, value in self.assigned(owner, name) for part in _built(function, value)]
-        names = [(get_full_name_for_node(call.func) or "").rpartition(".")[2] for call in made]
+        names = [(dotted_name(call.func) or "").rpartition(".")[2] for call in made]
         names = [name for name in names if name not in STAND_INS]
         return bool(names) and all("RMS" in name for name in names)
 
@@ -218,20 +217,25 @@ def _returns(function: cst.FunctionDef) -> list[cst.BaseExpression]:
     return [node.value for node in inside if isinstance(node, cst.Return) and node.value is not None]
 
 
-def _assignments(method: Function) -> Iterator[tuple[str, cst.BaseExpression]]:
+def _assignments(method: Function) -> tuple[tuple[str, cst.BaseExpression], ...]:
     """(name, expression) of every `self.name = expression` in a method."""
     parameters = method.node.params.params
-    if not parameters:
-        return
-    owner = parameters[0].name.value
-    for node in descend(method.node):
-        if isinstance(node, cst.Assign):
+    return _assignments_to(method.node, parameters[0].name.value) if parameters else ()
+
+
+@lru_cache(maxsize=1 << 14)
+def _assignments_to(method: cst.FunctionDef, owner: str) -> tuple[tuple[str, cst.BaseExpression], ...]:
+    found = []
+    for node in descend(method):
+        kind = type(node)
+        if kind is cst.Assign:
             targets = [target.target for target in node.targets]
-        elif isinstance(node, cst.AnnAssign) and node.value is not None:
+        elif kind is cst.AnnAssign and node.value is not None:
             targets = [node.target]
         else:
             continue
         for target in targets:
-            holder = target.value if isinstance(target, cst.Attribute) else None
-            if isinstance(holder, cst.Name) and holder.value == owner:
-                yield target.attr.value, node.value
+            holder = target.value if type(target) is cst.Attribute else None
+            if type(holder) is cst.Name and holder.value == owner:
+                found.append((target.attr.value, node.value))
+    return tuple(found)

@@ -8,10 +8,8 @@
 `apply` looks again by itself, and refuses a file that differs from what `check` or `diff` showed of it last.
 """
 
-import ast
 import difflib
 import re
-import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -19,8 +17,11 @@ from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
 
+from libcst import ParserSyntaxError
+
 from al_deepspeed.errors import PatchError
 from al_deepspeed.patching import checked
+from al_deepspeed.patching.names import outlined
 from al_deepspeed.patching.record import Change, Record, digest, folders_with_records
 from al_deepspeed.patching.rewriter import rewrite
 from al_deepspeed.patching.sites import Left, Site
@@ -129,7 +130,7 @@ def diff(examined: Examined) -> bytes:
     """A unified diff of all files, in their own bytes; `patch -p1` in the folder takes it."""
     lines: list[bytes] = []
     for file in examined.to_patch:
-        name = file.name.encode()
+        name = file.name.encode() + (b"\t" if " " in file.name else b"")  # which ends a name with blanks
         for line in difflib.diff_bytes(
             difflib.unified_diff,
             _LINE.findall(file.before),
@@ -217,21 +218,21 @@ def _same_as_checked(path: Path, target: str | None, examined: Examined) -> None
 def _look(source: Source, resolve: Callable[[str], str | None]) -> FileReport | Note:
     patched = PATCHED in source.data
     try:
-        _parse(source.text)
+        outlined(source.text)
         if not HINT.search(source.text):
             return FileReport(source.name, source.data, source.data, (), (), patched)
         rewritten = rewrite(source.text, file=source.name, resolve=resolve)
     except SyntaxError as error:
         return Note(source.name, f"line {error.lineno}: {error.msg}")
-    except (ValueError, RecursionError) as error:  # null bytes; nested beyond reason
-        return Note(source.name, f"not parsed: {error}")
+    except (ValueError, RecursionError, MemoryError) as error:  # null bytes; nested beyond reason
+        return Note(source.name, f"not parsed: {str(error) or type(error).__name__}")
+    except ParserSyntaxError as error:  # what Python takes, and LibCST does not
+        return Note(source.name, f"not parsed: line {error.raw_line}: {error.message}")
     if not rewritten.sites:
         return FileReport(source.name, source.data, source.data, (), rewritten.left, patched)
+    try:
+        compile(rewritten.source, source.name, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        return Note(source.name, f"its rewritten code would not compile: {error.msg}")
     after = rewritten.source.encode(source.encoding)
     return FileReport(source.name, source.data, after, rewritten.sites, rewritten.left, patched)
-
-
-def _parse(text: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)
-        ast.parse(text)

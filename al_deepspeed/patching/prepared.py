@@ -88,7 +88,7 @@ def _bound(norm: nn.Module) -> dict:
 
 
 class _State(dict):
-    """What copies of a prepared norm are made of. A shallow one is not prepared, others are, each by itself."""
+    """What copies of a prepared norm are made of: a shallow one is not prepared, others each for itself."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__(vars(norm))

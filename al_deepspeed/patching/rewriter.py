@@ -17,9 +17,10 @@ from al_deepspeed.patching.candidates import RUNTIME, Candidate, Found, find_can
 from al_deepspeed.patching.evaluate import Evaluator
 from al_deepspeed.patching.flow import Frame
 from al_deepspeed.patching.names import Class, Function, Library, Module, Resolve, method, outlined, parsed
-from al_deepspeed.patching.nodes import children, descend
+from al_deepspeed.patching.nodes import children, descend, is_expression, names_below
 from al_deepspeed.patching.norms import Norms
 from al_deepspeed.patching.plan import Edits, Planned, plan
+from al_deepspeed.patching.quick_look import may_hold_sites
 from al_deepspeed.patching.scopes import own_names
 from al_deepspeed.patching.sites import Left, Rewritten, Site
 
@@ -41,6 +42,9 @@ def rewrite(
     Raises:
         libcst.ParserSyntaxError: the source does not parse.
     """
+    promising = may_hold_sites(outlined(source), source, resolve)
+    if not any(promising):
+        return Rewritten(source, (), ())
     tree = parsed(source)
     lines = _Lines(tree, source)
     library = Library(resolve)
@@ -48,8 +52,8 @@ def rewrite(
     evaluator = Evaluator(library, Norms())
     edits, sites, left = Edits(), [], []
     rewritten: set[cst.FunctionDef] = set()
-    for function, name in _functions(tree, module):
-        if _is_rewritten(function.node):
+    for (function, name), may_hold in zip(_functions(tree, module), promising, strict=True):
+        if not may_hold or _is_rewritten(function.node, source):
             continue
         frame = Frame(function, evaluator)
         frame.run()
@@ -79,9 +83,12 @@ def rewrite(
 
 
 def _function(
-    node: cst.FunctionDef, module: Module, around: Class | Function | None, seen: frozenset[str]
+    node: cst.FunctionDef,
+    module: Module,
+    around: Class | Function | None,
+    outer: tuple[cst.FunctionDef, ...],
 ) -> Function:
-    """seen: names of the functions around it."""
+    """outer: the functions around it."""
     if isinstance(around, Class):
         function = method(node, module, around)
     elif isinstance(around, Function):  # nested: `self` of the method around it is still in sight
@@ -89,13 +96,14 @@ def _function(
         function = Function(node, module, around.owner, None if shadowed else around.receiver)
     else:
         function = Function(node, module)
-    function.seen = seen - own_names(node)
+    if outer:
+        function.seen = frozenset().union(*map(own_names, outer)) - own_names(node)
     return function
 
 
-def _is_rewritten(node: cst.FunctionDef) -> bool:
+def _is_rewritten(node: cst.FunctionDef, source: str) -> bool:
     """Whether the function calls the runtime already; what an earlier rewriting left in it stays left."""
-    return any(isinstance(inner, cst.Name) and inner.value == RUNTIME for inner in descend(node))
+    return RUNTIME in source and any(name.value == RUNTIME for name in names_below(node))
 
 
 def _settled(frame: Frame, site_of: Callable[[Candidate], str | None]) -> tuple[Found, Planned]:
@@ -148,19 +156,19 @@ def _functions(tree: cst.Module, module: Module) -> list[tuple[Function, str]]:
     """All functions of the module with their names, methods and nested functions too."""
     found: list[tuple[Function, str]] = []
 
-    def visit(node, names: tuple[str, ...], around: Class | Function | None, seen=frozenset()) -> None:
+    def visit(node, names: tuple[str, ...], around: Class | Function | None, outer=()) -> None:
         for child in children(node):
-            if isinstance(child, cst.ClassDef):
+            if type(child) is cst.ClassDef:
                 known = module.get("class", child.name.value)
                 inner = known if known is not None and known.node is child else None
-                visit(child, (*names, child.name.value), inner, seen)
-            elif isinstance(child, cst.FunctionDef):
+                visit(child, (*names, child.name.value), inner, outer)
+            elif type(child) is cst.FunctionDef:
                 path = (*names, child.name.value)
-                function = _function(child, module, around, seen)
+                function = _function(child, module, around, outer)
                 found.append((function, ".".join(path)))
-                visit(child, path, function, seen | own_names(child))
-            elif not isinstance(child, cst.BaseExpression):
-                visit(child, names, around, seen)
+                visit(child, path, function, (*outer, child))
+            elif not is_expression(type(child)):
+                visit(child, names, around, outer)
 
     visit(tree, (), None)
     return found
@@ -250,7 +258,8 @@ def _with_import(tree: cst.Module) -> cst.Module:
     position = 0
     for index, statement in enumerate(tree.body):
         first = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
-        docstring = index == 0 and isinstance(first, cst.Expr) and isinstance(first.value, cst.SimpleString)
+        text = getattr(first, "value", None)
+        docstring = index == 0 and isinstance(text, cst.SimpleString | cst.ConcatenatedString)
         future = isinstance(first, cst.ImportFrom) and getattr(first.module, "value", "") == "__future__"
         if not (docstring or future):
             break

@@ -38,7 +38,7 @@ def _shared_names(node: cst.CSTNode) -> set[str]:
     return {
         item.name.value
         for inner in descend(node)
-        if isinstance(inner, cst.Nonlocal | cst.Global)
+        if type(inner) in (cst.Nonlocal, cst.Global)
         for item in inner.names
     }
 
@@ -53,15 +53,16 @@ def names_bound_in(node: cst.CSTNode) -> set[str]:
     """Names that a statement binds, nested functions left out."""
     bound: set[str] = set()
     for inner in descend(node, (cst.FunctionDef, cst.ClassDef, cst.Lambda)):
-        if isinstance(inner, cst.FunctionDef | cst.ClassDef):
+        kind = type(inner)
+        if kind in (cst.FunctionDef, cst.ClassDef):
             bound.add(inner.name.value)
-        elif isinstance(inner, cst.AssignTarget | cst.AnnAssign | cst.AugAssign | cst.For | cst.NamedExpr):
+        elif kind in (cst.AssignTarget, cst.AnnAssign, cst.AugAssign, cst.For, cst.NamedExpr):
             bound |= _target_names(inner.target)
-        elif isinstance(inner, cst.AsName):
+        elif kind is cst.AsName:
             bound |= _target_names(inner.name)
-        elif isinstance(inner, cst.ImportAlias) and inner.asname is None:
+        elif kind is cst.ImportAlias and inner.asname is None:
             bound |= {name.value for name in names_below(inner.name)}
-        elif isinstance(inner, cst.MatchAs | cst.MatchStar) and inner.name is not None:
+        elif kind in (cst.MatchAs, cst.MatchStar) and inner.name is not None:
             bound.add(inner.name.value)
     return bound
 
