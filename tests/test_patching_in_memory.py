@@ -324,13 +324,43 @@ def test_classes_patched_before_may_be_compiled_then(codebase):
     assert_equal(values(model, inputs), expected)
 
 
-def test_a_file_that_changed_since_its_import_is_left(codebase):
+EDITS = {
+    "code": ("base", BASE.replace("gate * self.linear", "2 * gate * self.linear")),
+    "a constant": ("base", BASE.replace("1 + scale", "3 + scale")),
+    "another function": ("base", BASE.replace('2 * "2"', '3 * "2"')),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_file_that_changed_since_its_import_is_left(codebase, edit):
     folder, load = codebase
+    name, text = EDITS[edit]
     base = load("base")
-    (folder / "base.py").write_text(BASE.replace("gate * self.linear", "2 * gate * self.linear"))
+    (folder / f"{name}.py").write_text(text)
     report = in_memory.patch_model(made(base))
     assert "codebase.base.Base.forward: its file differs from what was imported" in report.left
     assert base.Base.forward.__code__.co_filename == str(folder / "base.py")
+
+
+def test_a_helper_is_what_was_imported_not_what_its_file_says_now(codebase):
+    folder, load = codebase
+    (folder / "parts.py").write_text(PARTS.replace("normed * (1 + scale)", "normed * scale"))
+    base = load("base")
+    (folder / "parts.py").write_text(PARTS)
+    model, inputs = made(base), operands(4)
+    expected = values(model, inputs)
+    in_memory.patch_model(model)
+    assert_equal(values(model, inputs), expected)
+
+
+def test_a_free_helper_that_another_one_takes_the_place_of_runs_itself(codebase, monkeypatch):
+    base = codebase[1]("base")
+    model, inputs = made(base), operands(4)
+    assert in_memory.patch_model(model).count == 3
+    monkeypatch.setattr(base, "modulate", lambda normed, shift, scale: normed * scale)
+    found = values(model, inputs)
+    in_memory.unpatch()
+    assert_equal(found, values(model, inputs))
 
 
 def test_recipes_limit_the_classes_and_must_name_some(codebase):

@@ -16,6 +16,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from al_deepspeed.patching.calls import RUNTIME
+from al_deepspeed.patching.names import outlined
 from al_deepspeed.patching.rewriter import rewrite
 from al_deepspeed.patching.sites import Rewritten
 from al_deepspeed.patching.tree import Source, read, resolver
@@ -75,7 +76,7 @@ class LiveModule:
 
     def bind_imports(self) -> None:
         """Gives the module the names that rewritten code imports."""
-        old = {ast.dump(node) for node in ast.parse(self._source.text).body}
+        old = {ast.dump(node) for node in outlined(self._source.text).body}
         new = [
             node
             for node in self._tree().body
@@ -215,7 +216,7 @@ def _same_constant(one: Any, other: Any) -> bool:
 
 
 def _decorators(text: str, place: Place) -> list[str]:
-    body: ast.AST = ast.parse(text)
+    body: ast.AST = outlined(text)
     for name, number in place:
         body = [node for node in _definitions(body) if node.name == name][number]
     return [ast.unparse(one) for one in body.decorator_list]
