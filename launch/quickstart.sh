@@ -27,7 +27,7 @@ trap 'rm -f /dev/shm/deepspeed_allreduce_buffer_*_"$port"_*' EXIT  # CPU ranks l
 launcher="--num_accelerators $ranks --master_port $port --log_level warning"
 if [ ! -f runs/quickstart/calibration.json ]; then
     al-deepspeed calibrate --deepspeed-config launch/configs/quickstart.json --factory launch.train_wan:calibration \
-        --launcher "$launcher" --budget 20s --largest-batch 16 --most-repeats 3 \
+        --launcher "$launcher" --budget 30s --largest-batch 16 --most-repeats 3 \
         --out runs/quickstart/calibration.json -- --precision "$precision"
 fi
 for strategy in equal_token dual_constraint; do
