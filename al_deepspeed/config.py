@@ -97,7 +97,7 @@ class DualConstraintBatching(Section):
     recalibrate: Literal["never", "epoch"] = "never"
     max_tokens: int | None = Field(None, gt=0)
     max_cost: float | None = Field(None, gt=0)
-    exponent: float | None = Field(None, gt=0)
+    exponent: float | None = Field(None, gt=0, le=8)
     strategy: Literal["equal_token", "dual_constraint", "balanced"] = "balanced"
     mixing: Literal["corpus", "free"] = "corpus"
     lookahead: int = Field(64, gt=0)
@@ -144,6 +144,7 @@ class DualConstraintBatching(Section):
         return self
 
 
+CURRICULUM_KEYS = ("enabled", "curriculum_metrics", "data_cluster_path")
 SCHEDULES = {
     "fixed_linear": ("total_curriculum_step", "difficulty_step"),
     "fixed_root": ("total_curriculum_step", "difficulty_step", "root_degree"),
@@ -288,6 +289,9 @@ def with_one_micro_batch(config: dict) -> dict:
 
 def _curriculum(sampling: dict) -> dict[str, CurriculumMetric]:
     section = _section(sampling, "curriculum_learning", f"{SAMPLING_KEY}.")
+    for key in section:
+        if key not in CURRICULUM_KEYS:
+            raise ConfigError(_unknown_key(CURRICULUM_KEY, key, list(CURRICULUM_KEYS)))
     if not _boolean(section, "enabled", CURRICULUM_KEY):
         return {}
     metrics = _section(section, "curriculum_metrics", f"{CURRICULUM_KEY}.")
@@ -345,9 +349,9 @@ def _boolean(section: dict, key: str, where: str) -> bool | None:
 
 def _no_misspelt_section(where: str, keys: dict) -> None:
     """A misspelt section would be ignored in silence: DeepSpeed keeps what it does not know."""
-    for right in ("fused_adaln", "dual_constraint_batching"):
+    for right in ("fused_adaln", "dual_constraint_batching", "curriculum_learning"):
         home = "" if right == "fused_adaln" else f"{SAMPLING_KEY}."
-        for key in keys:
+        for key in keys if where or right != "curriculum_learning" else ():  # DeepSpeed has one there too
             close = difflib.SequenceMatcher(None, key.lower(), right).ratio() > 0.8
             if close and f"{where}{key}" != f"{home}{right}":
                 raise ConfigError(f"{where}{key}: unknown key. Did you mean {home}{right}?")
@@ -386,7 +390,11 @@ def _explain(error: dict, model: type[BaseModel], where: str) -> str:
     return f"{key} is {given!r}; allowed: {_TYPES.get(kind, error['msg'])}."
 
 
-_BOUNDS = {"greater_than": ("more than", "gt"), "greater_than_equal": ("at least", "ge")}
+_BOUNDS = {
+    "greater_than": ("more than", "gt"),
+    "greater_than_equal": ("at least", "ge"),
+    "less_than_equal": ("at most", "le"),
+}
 _TYPES = {
     "int_type": "an integer",
     "float_type": "a number",

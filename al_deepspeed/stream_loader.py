@@ -10,10 +10,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from al_deepspeed.errors import ConfigError
+from al_deepspeed.errors import ConfigError, CorpusError
 from al_deepspeed.loader import Batches, Listener, heed_only_the_rank
 from al_deepspeed.scheduling.plan import MicroBatch, Plan
-from al_deepspeed.scheduling.streaming import Report, Shape, StreamSampler
+from al_deepspeed.scheduling.streaming import Shape, StreamSampler
 
 
 class StreamedBatches(Batches):
@@ -63,11 +63,11 @@ class ShapedSamples:
 
     def __iter__(self) -> Iterator[tuple[Shape, Any]]:
         for sample in self._samples:
-            frames, height, width = self._shape_of(sample)
+            frames, height, width = _checked(self._shape_of(sample))
             kind = "image" if frames == 1 else "video"
             if isinstance(sample, dict):
                 kind = sample.get("kind", kind)
-            yield (kind, int(frames), int(height), int(width)), sample
+            yield (kind, frames, height, width), sample
 
 
 class _Iterable(IterableDataset):
@@ -76,6 +76,17 @@ class _Iterable(IterableDataset):
 
     def __iter__(self) -> Iterator:
         return iter(self._samples)
+
+
+def _checked(shape: Any) -> tuple[int, int, int]:
+    """The same sizes as integers, if they are three whole numbers of at least 1."""
+    sides = list(shape) if isinstance(shape, Iterable) else []
+    if len(sides) != 3 or not all(side == int(side) >= 1 for side in sides):
+        raise CorpusError(
+            f"a sample of the stream has latent size {shape!r}; it must be (frames, height, width), whole "
+            "numbers of at least 1. Leave such samples out of the stream, or correct shape_of."
+        )
+    return tuple(int(side) for side in sides)
 
 
 def as_it_is(sample: Any) -> Any:
@@ -95,13 +106,13 @@ def latent_shape(sample: Any) -> tuple[int, int, int]:
     return tuple(sides[1:])
 
 
-def gathering() -> Callable[[Report], list[Report]]:
-    """All ranks' reports for this rank's, over a group of its own, since a thread uses it. Collective."""
+def gathering() -> Callable[[Any], list]:
+    """All ranks' objects for this rank's, over a group of its own, since a thread uses it. Collective."""
     group = dist.new_group(backend="gloo")
 
-    def gather(report: Report) -> list[Report]:
-        reports: list[Report | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(reports, report, group=group)
-        return reports
+    def gather(own: Any) -> list:
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own, group=group)
+        return everyone
 
     return gather

@@ -8,6 +8,7 @@ import pytest
 
 from al_deepspeed.config import (
     BATCHING_KEY,
+    SAMPLING_KEY,
     DualConstraintBatching,
     load_config,
     read_config,
@@ -103,6 +104,15 @@ FAULTS = {
         ds_config({"manifest": ...}, curriculum=CURRICULUM),
         ["curriculum_learning is enabled", "has no manifest"],
     ),
+    "curriculum switched on by another key": (
+        ds_config(curriculum={"enable": True, "curriculum_metrics": {}}),
+        [f"{SAMPLING_KEY}.curriculum_learning.enable: unknown key", "Did you mean 'enabled'?"],
+    ),
+    "curriculum misspelt": (
+        ds_config(sampling={"curriculum_learnin": {"enabled": True}, "dual_constraint_batching": BATCHING}),
+        [f"{SAMPLING_KEY}.curriculum_learnin: unknown", f"Did you mean {SAMPLING_KEY}.curriculum_learning?"],
+    ),
+    "exponent 9": (ds_config({"exponent": 9.0}), [f"{BATCHING_KEY}.exponent is 9.0", "at most 8"]),
     "unknown strategy": (
         ds_config({"strategy": "dual_constrain"}),
         ["strategy is 'dual_constrain'", "'equal_token'", "Did you mean 'dual_constraint'?"],

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from al_deepspeed.data.manifest import read_manifest, table_fingerprint, write_manifest
+from al_deepspeed.data.manifest import complete_table, read_manifest, table_fingerprint, write_manifest
 from al_deepspeed.errors import CorpusError
 
 SHAPES = [(1, 32, 32), (5, 16, 16), (1, 32, 32), (1, 16, 16), (21, 90, 160)]
@@ -38,6 +38,16 @@ def test_csv_keeps_names_kinds_tokens_and_metrics(tmp_path):
     assert corpus.kinds == ("clip", "image") and corpus.tokens.tolist() == [99, 99]
     assert list(corpus.metrics) == ["motion"] and corpus.metrics["motion"].tolist() == [0.5, 1.5]
     assert corpus.sample_name(0) == "row 0 (key 007)"
+
+
+def test_a_blank_kind_is_none_given(tmp_path):
+    (tmp_path / "m.csv").write_text(
+        "kind,latent_frames,latent_height,latent_width\n,1,8,8\nclip,1,8,8\n ,5,8,8\n"
+    )
+    assert read_manifest(tmp_path / "m.csv").table["kind"].to_pylist() == ["image", "clip", "video"]
+    for kinds in (pa.array([None, "clip", ""]), pa.array([None, "clip", ""]).dictionary_encode()):
+        given = complete_table(table([(1, 8, 8), (1, 8, 8), (5, 8, 8)], kind=kinds), "m")
+        assert given["kind"].to_pylist() == ["image", "clip", "video"]
 
 
 def test_corpus_agrees_with_a_plain_loop(tmp_path):

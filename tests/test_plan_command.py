@@ -126,6 +126,8 @@ def test_missing_limits_and_manifests_are_errors_to_act_on(manifest, tmp_path):
         plan("--manifest", manifest, "--max-tokens", 1000, "--strategy", "fast")
     with pytest.raises(CorpusError):
         plan("--manifest", tmp_path / "none.csv", "--max-tokens", 1000)
+    with pytest.raises(PlanError, match=r"the dump is to be plan\.csv; its name must end in \.parquet"):
+        plan("--manifest", manifest, "--max-tokens", 166_320, "--dump", "plan.csv")
 
 
 def test_a_budget_that_long_samples_overrun_is_a_warning_with_what_would_do(tmp_path):

@@ -72,6 +72,13 @@ def test_what_has_no_shape_is_refused_with_what_it_has():
         next(iter(loader))
 
 
+@pytest.mark.parametrize("shape", [(0, 4, 4), (1, 4), (1, 4.5, 4), None], ids=str)
+def test_a_shape_that_is_none_is_refused_as_a_manifest_would(shape):
+    loader, _ = loader_of([{"pixels": torch.zeros(3, 1, 8, 8)}], shape_of=lambda sample: shape)
+    with pytest.raises(PlanError, match=r"has latent size .*; it must be .* whole numbers of at least 1"):
+        next(iter(loader))
+
+
 def test_a_shape_can_be_told(tmp_path):
     loader, sampler = loader_of([{"pixels": torch.zeros(3, 1, 8, 8)}] * 3, shape_of=lambda sample: (1, 4, 4))
     for batch in loader:

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from corpora import MIX, MIX_MEMORY, WAN, mixed_corpus
+from corpora import MIX, MIX_MEMORY, WAN, corpus_of, mixed_corpus
 
 from al_deepspeed.errors import PlanError
 from al_deepspeed.scheduling.arrangement import Task
@@ -123,17 +123,39 @@ def test_windows_come_near_the_manifest_plan():
     assert efficiency(np.concatenate(costs)) >= efficiency(planned.cost) - 0.02
 
 
-@pytest.mark.parametrize(
-    ("broken", "message"),
-    [
-        ([], "rank 1 has read no sample yet"),
-        (Stream(1, 50, failing_at=20), "rank 1 could not read its stream: OSError: the tar ends early"),
-    ],
-)
-def test_what_stops_one_rank_stops_all_of_them_with_the_same_words(broken, message):
-    _, _, errors = run_ranks([Stream(0, 50), broken, Stream(2, 50)])
+def test_what_stops_one_rank_stops_all_of_them_with_the_same_words():
+    _, _, errors = run_ranks([Stream(0, 50), Stream(1, 50, failing_at=20), Stream(2, 50)])
     assert [type(error) for error in errors] == [PlanError] * 3
+    message = "rank 1 could not read its stream: OSError: the tar ends early"
     assert all(message in str(error) for error in errors)
+
+
+def test_a_rank_that_reads_nothing_is_lent_a_sample():
+    yielded, _, errors = run_ranks([[], Stream(1, 30), []], epochs=2, lookahead=4)
+    assert errors == [None] * 3
+    for rank, batches in enumerate(yielded):
+        assert len(batches) == len(yielded[1]) > 0
+        if rank != 1:
+            assert all(batch.filler and batch.loss_weight == 0 for _, batch, _ in batches)
+            ((lender, _),) = {name for _, _, names in batches for name in names}
+            assert lender == 1
+            assert {tuple(batch.sample_ids.tolist()) for _, batch, _ in batches} == {(-1,)}
+    for epoch in (0, 1):
+        names = [
+            name for mine, batch, run in yielded[1] if mine == epoch and not batch.filler for name in run
+        ]
+        assert sorted(names) == [(1, number) for number in range(30)]
+
+
+def test_what_fits_none_of_the_turns_is_run_nevertheless():
+    # One micro-step, whose turn is the short samples' class; but what is left is one long sample.
+    corpus = corpus_of({100: 1000, 20_000: 1})
+    limits = Limits(40_000, float(WAN.cost(1, 20_000)))
+    task = Task(corpus, corpus.counts(), WAN, limits, 2, 1, PlanOptions(), random_stream(0))
+    held = np.array([[0, 1], [0, 0]])
+    window = plan_window(task, held, 1, held > 0, np.array([0, 0]))
+    assert window.bucket.tolist() == [[1, 0]]
+    assert window.filler.tolist() == [[False, True]]
 
 
 def test_a_generator_has_no_second_epoch():

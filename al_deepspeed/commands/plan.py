@@ -51,6 +51,8 @@ def run(
 
     if plot is not None:
         check_picture(plot)
+    if dump is not None and dump.suffix != ".parquet":
+        raise PlanError(f"the dump is to be {dump}; its name must end in .parquet.")
     corpus = read_manifest(manifest).corpus()
     cost, limits = _cost_and_limits(calibration, max_tokens, max_cost, exponent)
 

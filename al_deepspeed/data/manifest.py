@@ -86,7 +86,8 @@ def read_manifest(path: str | Path) -> Manifest:
     """Read a manifest that `al-deepspeed index` wrote, or a table of shapes as .csv or .parquet.
 
     Needed columns: latent_frames, latent_height, latent_width. Made up where absent: tokens (patch 1x2x2),
-    kind (one latent frame is an image), key (the row number). Further numeric columns become metrics.
+    kind (one latent frame is an image; also where blank), key (the row number). Further numeric columns
+    become metrics.
 
     Raises:
         CorpusError: no such file, not a table, no rows, a needed column absent or not whole numbers >= 1.
@@ -139,10 +140,7 @@ def complete_table(table: pa.Table, where: str) -> pa.Table:
         columns["tokens"] = _whole_numbers(columns["tokens"], "tokens", where, 1 << 62, pa.int64())
     else:
         columns["tokens"] = pa.array(_tokens(columns))
-    if "kind" not in columns:
-        is_image = pc.equal(columns["latent_frames"], 1)
-        columns["kind"] = pc.if_else(is_image, "image", "video")
-    columns["kind"] = _text(columns["kind"], "kind", where)
+    columns["kind"] = _kinds(columns.get("kind"), columns["latent_frames"])
     if not pa.types.is_dictionary(columns["kind"].type):
         columns["kind"] = columns["kind"].dictionary_encode()
     if "key" not in columns:
@@ -207,6 +205,23 @@ def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
         column = column.cast(pa.large_string())
     whole = column.combine_chunks()
     return whole.combine_chunks() if isinstance(whole, pa.ChunkedArray) else whole
+
+
+def _kinds(given: pa.Array | None, frames: pa.Array) -> pa.Array:
+    """A kind a row; where none is given, or a blank, one latent frame is an image."""
+    made_up = pc.if_else(pc.equal(frames, 1), "image", "video")
+    if given is None:
+        return made_up
+    is_dictionary = pa.types.is_dictionary(given.type)
+    words = given.dictionary if is_dictionary else given
+    if not given.null_count and not pc.any(_blank(words)).as_py():
+        return _text(given, "kind", "")
+    given = pc.cast(given.dictionary_decode() if is_dictionary else given, pa.string())
+    return pc.if_else(pc.fill_null(_blank(given), True), made_up, given)
+
+
+def _blank(words: pa.Array) -> pa.Array:
+    return pc.equal(pc.utf8_trim_whitespace(pc.cast(words, pa.string())), "")
 
 
 def _text(column: pa.Array, name: str, where: str) -> pa.Array:

@@ -26,6 +26,7 @@ CANDIDATES = 200
 ITERATIONS = 30
 LEAST_POPULARITY = 1e-12  # so that a bucket with room in one class alone finds it
 BISECTIONS = 12
+SETTLED = 1e-9  # change of a popularity
 TEMPERATURES = 2.0 ** np.arange(-9, 0, 0.5)  # of the mean W: from every shape for itself to all alike
 
 
@@ -81,12 +82,14 @@ def best_classes(
     temperatures = (mean_time * TEMPERATURES).tolist()
     divided = [_divide(menu, temperature, windows) for temperature in temperatures]
     affordable = (1 + price) * min(classes.rank_time for classes in divided)
-    chosen = sorted(
-        (pair for pair in zip(divided, temperatures, strict=True) if pair[0].rank_time <= affordable),
-        key=lambda pair: (pair[0].information, pair[0].rank_time),
-    )
+    distinct = {  # of some temperatures the divisions are the same
+        (classes.information, classes.rank_time): (classes, temperature)
+        for classes, temperature in zip(divided, temperatures, strict=True)
+        if classes.rank_time <= affordable
+    }
     return [
-        _with_whole_steps(menu, classes, temperature, whole, beside, price) for classes, temperature in chosen
+        _with_whole_steps(menu, *distinct[mixing_and_time], whole, beside, price)
+        for mixing_and_time in sorted(distinct)
     ]
 
 
@@ -161,7 +164,7 @@ def _with_whole_steps(
 
 
 def _blahut_arimoto(menu: _Menu, temperature: float, bonus: float = 0.0) -> FloatArray:
-    """P(class | bucket) after a fixed number of iterations from equal classes.
+    """P(class | bucket), from equal classes, after a fixed number of iterations or once it has settled.
 
     Args:
         bonus: what a micro-batch takes off the time.
@@ -175,7 +178,9 @@ def _blahut_arimoto(menu: _Menu, temperature: float, bonus: float = 0.0) -> Floa
     for _ in range(ITERATIONS):
         share = affinity * popularity
         share /= share.sum(axis=1, keepdims=True)
-        popularity = np.maximum(LEAST_POPULARITY, weight @ share)
+        before, popularity = popularity, np.maximum(LEAST_POPULARITY, weight @ share)
+        if np.abs(popularity - before).max() < SETTLED:
+            break
     return share
 
 

@@ -182,9 +182,9 @@ def _arrange_steps(task: Task, ids: IntArray, steps: int) -> tuple[IntArray, Arr
 
 
 def _steps(task: Task, ids: IntArray) -> int:
-    """About how many steps these samples make."""
+    """About how many steps these samples make, at least one micro-batch of every shape."""
     counts = np.bincount(task.corpus.bucket[ids], minlength=task.corpus.buckets)
-    return int(np.ceil((counts / dual_constraint_sizes(task)).sum() / task.slots))
+    return int(np.ceil(np.ceil(counts / dual_constraint_sizes(task)).sum() / task.slots))
 
 
 def _lay_out(

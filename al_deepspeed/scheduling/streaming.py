@@ -4,8 +4,9 @@ Each rank buffers samples of its own stream, up to `lookahead * max_tokens` toke
 `lookahead` micro-steps the ranks gather what they have read and hold, a few numbers a shape, and all compute
 the same window (windows.py). Reading, gathering and planning of the next window go on in a thread while this
 one runs. Ranks read as much as they use; one whose stream ends early repeats samples at weight 0 until all
-have ended, and the epoch ends on all ranks together. A stream has no position to go back to: resuming starts
-the epoch's streams again. To go on with the next sample, index the data and plan from the manifest.
+have ended, and the epoch ends on all ranks together. One that has read none yet is lent one. A stream has no
+position to go back to: resuming starts the epoch's streams again. To go on with the next sample, index the
+data and plan from the manifest.
 """
 
 from collections import defaultdict, deque
@@ -29,6 +30,7 @@ from al_deepspeed.scheduling.weights import loss_weights
 from al_deepspeed.scheduling.windows import plan_window
 
 PATIENCE = 8  # windows that a shape may wait for a full batch
+NOT_READ = -1  # the sample id of one that another rank lent
 
 Shape = tuple[str, int, int, int]  # kind, latent frames, height, width
 
@@ -70,7 +72,7 @@ class StreamSampler:
         *,
         rank: int,
         world_size: int,
-        gather: Callable[[Report], list[Report]],
+        gather: Callable[[Any], list],
         accumulation: int = 1,
         seed: int = 0,
         patch: tuple[int, int, int] = PATCH,
@@ -172,23 +174,25 @@ class StreamSampler:
         for report in reports:
             for shape, count in report.read.items():
                 self._seen[shape] = self._seen.get(shape, 0) + count
-        if not any(report.held for report in reports) and not any(report.failure for report in reports):
+        _raise_failures(reports, failure)
+        if not any(report.held for report in reports):
             return None
-        self._refuse(reports, failure)
+        self._lend(reports)
         plan = self._plan_window(reports)
         self._windows += 1
         return plan, self._take(plan)
 
-    def _refuse(self, reports: list[Report], own: Exception | None) -> None:
-        """Raises on every rank if any cannot go on."""
-        for rank, report in enumerate(reports):
-            if report.failure is not None:
-                raise PlanError(f"rank {rank} could not read its stream: {report.failure}") from own
-            if not report.held and rank >= len(self._idle):
-                raise PlanError(
-                    f"rank {rank} has read no sample yet, and has none to repeat while the others train. "
-                    "Give every rank's stream at least one."
-                )
+    def _lend(self, reports: list[Report]) -> None:
+        """Before the first window: ranks that have read nothing get a sample of another to repeat."""
+        if self._idle:
+            return
+        lender = next(rank for rank, report in enumerate(reports) if report.held)
+        lent = min(reports[lender].held)
+        self._idle = [min(report.held, default=lent) for report in reports]
+        if all(report.held for report in reports):
+            return
+        samples = self._gather(self._buffer[lent][0][1] if self.rank == lender else None)
+        self._repeats.setdefault(lent, (NOT_READ, samples[lender]))
 
     def _fill(self) -> None:
         """Read until the buffer holds its tokens or the stream ends."""
@@ -228,8 +232,6 @@ class StreamSampler:
             self._limits = replace(self._limits, max_cost=budget)
         held = np.array([[report.held.get(shape, 0) for shape in shapes] for report in reports])
         overdue = np.array([[shape in report.overdue for shape in shapes] for report in reports])
-        for report in reports[len(self._idle) :]:
-            self._idle.append(min(report.held))
         micro_steps = self._micro_steps(corpus, held, all(report.ended for report in reports))
         task = Task(
             corpus,
@@ -298,6 +300,13 @@ class StreamSampler:
             )
             for batch, run in zip(batches, runs, strict=True)
         ]
+
+
+def _raise_failures(reports: list[Report], own: Exception | None) -> None:
+    """On every rank, if any could not read."""
+    for rank, report in enumerate(reports):
+        if report.failure is not None:
+            raise PlanError(f"rank {rank} could not read its stream: {report.failure}") from own
 
 
 def _corpus(shapes: list[Shape], counts: IntArray, patch: tuple[int, int, int]) -> Corpus:

@@ -52,6 +52,8 @@ def plan_window(
     bucket = np.zeros((micro_steps, task.world_size), dtype=np.int64)
     size, last = np.zeros_like(bucket), np.searchsorted(used, idle)
     for micro_step, turn in enumerate(turns.tolist()):
+        if not (classes.size[:, turn] * left).any():
+            turn = len(classes.target) - 1  # the dearest class has room for everything
         credit[turn] = np.minimum(MOST_CREDIT, credit[turn] + share[turn])
         batch = np.minimum(classes.size[:, turn], left)
         ready = (batch > 0) & ((batch == classes.size[:, turn]) | overdue)
