@@ -1,5 +1,7 @@
 """Wan patched by the engine at ZeRO-3 against itself unpatched; then one rank computes a site wrong.
 
+Before that, blocks with affine norms in eager, checkpointed and compiled code (patched_norms.py).
+
     deepspeed patched.py OUT_DIR
 
 No parameter persists, so norm2's weight and bias are whole only inside its own forward. Writes
@@ -11,6 +13,7 @@ import json
 from collections.abc import Callable
 
 import deepspeed
+import patched_norms
 import torch
 from tiny import NumberDataset, command_line, sample_losses, start, wan_model
 
@@ -59,7 +62,7 @@ def refusal(action: Callable) -> str | None:
     return None
 
 
-seen: dict[str, object] = {}
+seen: dict[str, object] = {"norms": patched_norms.compared(rank)}
 seen["off"] = train(patch="off")
 seen["patched"] = train()
 seen["functions"] = len(in_memory._patches)

@@ -1,17 +1,12 @@
-"""Rewritten blocks with affine norms at ZeRO-3 against the same blocks as written, in one launch.
-
-    deepspeed patched_norms.py OUT_DIR
+"""Rewritten blocks with affine norms at ZeRO-3 against the same blocks as written: a part of patched.py.
 
 The persistence threshold is 0, so weight and bias of every norm are gathered and released around its forward.
-Writes OUT_DIR/rankR.json: mode -> what two steps of both models left behind.
 """
 
-import json
 import linecache
 
 import deepspeed
 import torch
-from tiny import command_line, start
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -43,8 +38,6 @@ class Block(nn.Module):
         return x + gate2 * update
 """
 
-arguments = command_line().parse_args()
-rank = start(arguments.local_rank)
 REWRITTEN = rewrite(SOURCE, file="block.py")
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -63,9 +56,8 @@ def block_class(source: str, name: str) -> type:
 
 
 class Model(nn.Module):
-    def __init__(self, block: type, mode: str) -> None:
+    def __init__(self, block: type, mode: str, blocks: int) -> None:
         super().__init__()
-        blocks = 1 if mode == "compiled" else 2  # compiling takes its time
         self.blocks = nn.ModuleList([block(16) for _ in range(blocks)])
         self.checkpointed = mode == "checkpointed"
 
@@ -79,9 +71,9 @@ class Model(nn.Module):
         return x
 
 
-def trained(block: type, mode: str) -> dict[str, torch.Tensor]:
+def trained(block: type, mode: str, blocks: int, rank: int) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    model = Model(block, mode)
+    model = Model(block, mode, blocks)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.5)
     if mode == "compiled":
@@ -106,16 +98,23 @@ def trained(block: type, mode: str) -> dict[str, torch.Tensor]:
     return left
 
 
-results = {"sites": [site.kind for site in REWRITTEN.sites]}
-original, rewritten = block_class(SOURCE, "original_block"), block_class(REWRITTEN.source, "rewritten_block")
-for mode in ("eager", "checkpointed", "compiled"):
-    expected, found = trained(original, mode), trained(rewritten, mode)
-    results[mode] = {
-        "prepared": found.pop("prepared").item(),
-        "parameters": sum(not name.startswith("output") for name in found),
-        "errors": {
-            name: ((value - expected[name]).norm() / expected[name].norm()).item()
-            for name, value in found.items()
-        },
-    }
-(arguments.out / f"rank{rank}.json").write_text(json.dumps(results))
+def compared(rank: int) -> dict:
+    """Mode -> what two steps of the rewritten model leave behind, against the other one run eagerly."""
+    original, rewritten = (
+        block_class(SOURCE, "original_block"),
+        block_class(REWRITTEN.source, "rewritten_block"),
+    )
+    results = {"sites": [site.kind for site in REWRITTEN.sites]}
+    expected = {blocks: trained(original, "eager", blocks, rank) for blocks in (1, 2)}
+    for mode in ("eager", "checkpointed", "compiled"):
+        blocks = 1 if mode == "compiled" else 2  # compiling takes its time
+        found = trained(rewritten, mode, blocks, rank)
+        results[mode] = {
+            "prepared": found.pop("prepared").item(),
+            "parameters": sum(not name.startswith("output") for name in found),
+            "errors": {
+                name: ((value - expected[blocks][name]).norm() / expected[blocks][name].norm()).item()
+                for name, value in found.items()
+            },
+        }
+    return results
