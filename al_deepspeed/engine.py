@@ -40,7 +40,7 @@ from al_deepspeed.loader import Batches, PlannedBatches
 from al_deepspeed.scheduling.options import PlanOptions
 from al_deepspeed.scheduling.sampler import PlanSampler
 from al_deepspeed.scheduling.streaming import StreamSampler
-from al_deepspeed.stream_loader import ShapedSamples, StreamedBatches, gathering
+from al_deepspeed.stream_loader import ShapedSamples, StreamedBatches, gathering, sharing
 
 if TYPE_CHECKING:
     from al_deepspeed.patching.in_memory import Report
@@ -70,7 +70,8 @@ def initialize(
         args .. config_params: as `deepspeed.initialize` takes them. `collate_fn` must return a dict; torch's
             default stacks the tensors of the samples' dicts.
         dataset: map-style, one sample a row of the manifest. Left out, the manifest's own shards are read.
-            Without a manifest: an iterable of this rank's samples, dicts as a rule; see stream_loader.py.
+            Without a manifest: an iterable of this rank's samples, dicts as a rule; of ranks that share a
+            model, that of the first. See stream_loader.py.
         shape_of: latent (frames, height, width) of a stream's sample; left out, that of its "latent".
     Returns:
         (engine, optimizer, loader, lr_scheduler). The loader yields this rank's batches with `loss_weight`.
@@ -110,11 +111,11 @@ def initialize(
         )
     if inputs is not None:
         ranks = data_ranks(engine)
-        gather = gathering() if inputs.corpus is None else None
+        talk = (gathering(ranks), sharing(ranks)) if inputs.corpus is None else None
         with together():
             if inputs.corpus is None:
                 source = ShapedSamples(inputs.dataset, shape_of, settings.num_workers)
-                loader = _streamed_batches(engine, settings, inputs, ranks, collate_fn, source, gather)
+                loader = _streamed_batches(engine, settings, inputs, ranks, collate_fn, source, *talk)
             else:
                 loader = _planned_batches(engine, settings, inputs, ranks, collate_fn)
             _warn_of_another_setting(engine, raw, inputs)
@@ -174,14 +175,10 @@ def _streamed_batches(
     collate_fn: Callable | None,
     source: ShapedSamples,
     gather: Callable,
+    share: Callable,
 ) -> StreamedBatches:
-    if ranks.size < len(ranks.of_rank):
-        raise ConfigError(
-            f"the data are a stream, but {len(ranks.of_rank)} ranks form {ranks.size} data-parallel ones: "
-            "those of one model would have to read the same samples. Index the data and give a manifest."
-        )
     world = _world(engine, settings, ranks)
-    sampler = StreamSampler(source, inputs.cost, inputs.limits, gather=gather, **world)
+    sampler = StreamSampler(source, inputs.cost, inputs.limits, gather=gather, share=share, **world)
     coupling = Coupling(engine, sampler, settings.batching, inputs.calibration, ranks)
     loader = StreamedBatches(sampler, collate_fn=collate_fn, listener=coupling)
     coupling.hook(loader)

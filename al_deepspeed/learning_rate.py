@@ -1,8 +1,8 @@
 """Learning rate by the size of a step: times n / mean(n), or its root, where n is the step's sample count.
 
 DeepSpeed scales from a batch size that the user names. Here ds_config's rate is that of the mean step of the
-epoch (of a stream: of the window), so it means the same for every strategy; whoever trains on with more ranks,
-and so with larger steps, chooses a new rate as usual.
+epoch (of a stream: of the window), so it means the same for every strategy; whoever trains on with more
+ranks, and so with larger steps, chooses a new rate as usual.
 
 The scale holds for one update. The configured scheduler must not see it: many compute the next rate from the
 group's present one, so a scale left in place would pile up. It is therefore taken back before the scheduler

@@ -1,16 +1,19 @@
 """Batches from a stream, for data without a manifest: a WebDataset pipeline, any iterable of samples.
 
 Every rank reads its own stream (shards are split among ranks as the pipeline does it), sees shapes only as it
-reads, and agrees with the others on a window of micro-steps at a time; see scheduling/streaming.py.
+reads, and agrees with the others on a window of micro-steps at a time; see scheduling/streaming.py. Of ranks
+that share a model only the first reads, and hands the others what it read.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from al_deepspeed.errors import ConfigError, CorpusError
+from al_deepspeed.errors import ConfigError, CorpusError, PlanError
+from al_deepspeed.groups import DataRanks
 from al_deepspeed.loader import Batches, Listener, heed_only_the_rank
 from al_deepspeed.scheduling.plan import MicroBatch, Plan
 from al_deepspeed.scheduling.streaming import Shape, StreamSampler
@@ -106,13 +109,42 @@ def latent_shape(sample: Any) -> tuple[int, int, int]:
     return tuple(sides[1:])
 
 
-def gathering() -> Callable[[Any], list]:
-    """All ranks' objects for this rank's, over a group of its own, since a thread uses it. Collective."""
+def gathering(ranks: DataRanks) -> Callable[[Any], list]:
+    """All data-parallel ranks' objects for this one's, over a group of its own, since a thread uses it.
+    Collective.
+    """
+    firsts = [ranks.of_rank.index(place) for place in range(ranks.size)]
     group = dist.new_group(backend="gloo")
 
     def gather(own: Any) -> list:
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, own, group=group)
-        return everyone
+        return [everyone[rank] for rank in firsts]
 
     return gather
+
+
+def sharing(ranks: DataRanks) -> Callable[[Callable[[], Any]], Any]:
+    """Of ranks that share batches the first reads for all of them. Collective."""
+    if ranks.size == len(ranks.of_rank):
+        return lambda read: read()
+    places = np.array(ranks.of_rank)
+    members = [np.flatnonzero(places == place).tolist() for place in range(ranks.size)]
+    group = [dist.new_group(rank_list, backend="gloo") for rank_list in members][ranks.own]
+    first = members[ranks.own][0]
+
+    def share(read: Callable[[], Any]) -> Any:
+        answer: tuple[Any, Exception | None] = (None, None)
+        if dist.get_rank() == first:
+            try:
+                answer = (read(), None)
+            except Exception as error:
+                answer = (None, PlanError(f"{type(error).__name__}: {error}"))
+        answers = [answer]
+        dist.broadcast_object_list(answers, src=first, group=group)
+        value, failure = answers[0]
+        if failure is not None:
+            raise failure
+        return value
+
+    return share

@@ -64,10 +64,11 @@ def test_a_resumed_stream_begins_its_epoch_again_and_says_so(ranks):
     assert "a stream has no position to go back to: epoch 1 begins again" in ranks[0]["log"]
 
 
-def test_a_stream_for_ranks_of_one_model_is_refused(ranks):
-    refusals = [rank["stream of models"] for rank in ranks]
-    assert refusals == [refusals[0]] * 4 and refusals[0][0] == "ConfigError"
-    assert "4 ranks form 2 data-parallel ones" in refusals[0][1]
+def test_ranks_of_one_model_share_the_stream_of_the_first(ranks):
+    first, again, second, again_too = (rank["stream of models"] for rank in ranks)
+    assert first == again and second == again_too
+    assert rows_of(first, "names") == ROWS[0::2] and rows_of(second, "names") == ROWS[1::2]
+    assert len(first) == len(second)
 
 
 def test_a_pipeline_that_steps_by_itself_is_refused(ranks):

@@ -56,6 +56,8 @@ class StreamSampler:
         rank, world_size, accumulation, seed: as for a plan.
         gather: gives all ranks' objects for this rank's, as `torch.distributed.all_gather_object` does. It is
             called from a thread, so it needs a process group of its own.
+        share: calls a function on one of the ranks that share batches, and gives what it returns, or raises,
+            on all of them; from the same thread. Left out, no ranks do.
         patch: the model's, for sequence lengths.
         options: fields of `PlanOptions`; the strategy is always `balanced`.
     Attributes:
@@ -73,6 +75,7 @@ class StreamSampler:
         rank: int,
         world_size: int,
         gather: Callable[[Any], list],
+        share: Callable[[Callable[[], Any]], Any] = lambda read: read(),
         accumulation: int = 1,
         seed: int = 0,
         patch: tuple[int, int, int] = PATCH,
@@ -81,7 +84,7 @@ class StreamSampler:
         self.rank, self.world_size, self.accumulation, self.seed = rank, world_size, accumulation, seed
         self.epoch = self.position = 0
         self.plan: Plan | None = None
-        self._source, self._gather = source, gather
+        self._source, self._gather, self._share = source, gather, share
         self._cost, self._limits = cost, limits
         self._patch = patch
         self._options = PlanOptions(**options)
@@ -139,8 +142,8 @@ class StreamSampler:
         )
 
     def _begin_epoch(self) -> None:
-        self._reader = iter(())
-        self._opened = self._ended = False
+        self._reader: Iterator | None = None
+        self._ended = False
         self._ahead, self._windows_of_epoch = None, 0
 
     def _window(self) -> bool:
@@ -199,10 +202,8 @@ class StreamSampler:
         room = self._options.lookahead * self._limits.max_tokens - sum(
             len(samples) * self._tokens(shape) for shape, samples in self._buffer.items()
         )
-        if not self._opened:
-            self._reader, self._opened = iter(self._source), True
         while room > 0 and not self._ended:
-            item = next(self._reader, None)
+            item = self._share(self._read)
             if item is None:
                 self._ended = True
                 return
@@ -211,6 +212,12 @@ class StreamSampler:
             self._unreported[shape] = self._unreported.get(shape, 0) + 1
             self._number += 1
             room -= self._tokens(shape)
+
+    def _read(self) -> tuple[Shape, Any] | None:
+        """The next of the stream; None at its end."""
+        if self._reader is None:
+            self._reader = iter(self._source)
+        return next(self._reader, None)
 
     def _tokens(self, shape: Shape) -> int:
         return latent_tokens(*shape[1:], patch=self._patch)

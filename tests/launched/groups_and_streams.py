@@ -52,9 +52,23 @@ parallel_state_sp.initialize_sequence_parallel(sequence_parallel_size=2)
 seen["ulysses"] = train(*make(ds_config(manifest, 1), mpu=parallel_state_sp))
 stream_config = ds_config(manifest, 1, batching={"strategy": "balanced", "lookahead": 4})
 del stream_config["data_efficiency"]["data_sampling"]["dual_constraint_batching"]["manifest"]
-seen["stream of models"] = refusal(
-    lambda: make(stream_config, mpu=parallel_state_sp, dataset=iter(()), shape_of=len)
-)
+
+
+class PartOfModel(torch.utils.data.IterableDataset):
+    """Every second row, by model; only the first rank of a model may read it."""
+
+    def __iter__(self):
+        assert rank % 2 == 0
+        for row in range(rank // 2, 56, 2):
+            yield NumberDataset()[row] | {"name": row}
+
+
+def grid_of(sample: dict) -> tuple[int, int, int]:
+    return sample["noisy"].shape[1:]
+
+
+models = {"mpu": parallel_state_sp, "dataset": PartOfModel(), "shape_of": grid_of}
+seen["stream of models"] = train(*make(stream_config, **models))
 groups.mpu = None
 
 
@@ -74,7 +88,7 @@ stream_config["data_efficiency"]["data_sampling"]["dual_constraint_batching"]["r
 
 
 def start_stream():
-    return make(stream_config, dataset=Part(), shape_of=lambda sample: sample["noisy"].shape[1:])
+    return make(stream_config, dataset=Part(), shape_of=grid_of)
 
 
 engine, loader = start_stream()
