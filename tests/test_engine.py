@@ -19,11 +19,14 @@ STAGES = (0, 1, 2, 3)
 
 
 @pytest.fixture(scope="module")
-def exact_run(tmp_path_factory):
-    """Five steps at each ZeRO stage on two ranks: the folder that exactness.py filled."""
-    out = tmp_path_factory.mktemp("exactness")
-    with launch(LAUNCHED / "exactness.py", str(out), folder=out / "launch", time_limit_s=240) as run:
-        run.wait()
+def first_run(tmp_path_factory):
+    """The folder of resumable.py's first life on two ranks, of which one was killed."""
+    out = tmp_path_factory.mktemp("resumable")
+    script = (LAUNCHED / "resumable.py", str(out), "--first", "--steps", "11")
+    with launch(*script, folder=out / "first", time_limit_s=300) as run:
+        run.wait_for_line(r"(?s)step 11\n.*step 7\n", rank=1)
+        run.rank_processes()[1].send_signal(signal.SIGKILL)
+        assert run.wait(expect=None) != 0
     return out
 
 
@@ -50,8 +53,8 @@ def reference_parameters(steps: list[list[int]]) -> tuple[dict, list[float]]:
     return dict(model.named_parameters()), losses
 
 
-def test_five_steps_equal_one_process_at_every_stage(exact_run):
-    ranks = ran(exact_run, 0)
+def test_five_steps_equal_one_process_at_every_stage(first_run):
+    ranks = ran(first_run, 0)
     steps = [
         [row for rank in ranks for batch in rank[first : first + 2] for row in batch["sample_ids"]]
         for first in range(0, 10, 2)
@@ -68,14 +71,14 @@ def test_five_steps_equal_one_process_at_every_stage(exact_run):
     assert max((expected[name] - before[name]).abs().max() for name in expected) > 1e-3  # it did learn
     tolerance = 1e-6 if ACCELERATOR == "cpu" else 1e-5  # the reference runs on the CPU
     for stage in STAGES:
-        assert ran(exact_run, stage) == ranks
-        trained = torch.load(exact_run / f"parameters{stage}.pt")
+        assert ran(first_run, stage) == ranks
+        trained = torch.load(first_run / f"parameters{stage}.pt")
         assert trained.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(
                 trained[name], value, rtol=0, atol=tolerance, msg=f"ZeRO-{stage}: {name}"
             )
-        lines = [json.loads(line) for line in (exact_run / f"stage{stage}/telemetry.jsonl").open()]
+        lines = [json.loads(line) for line in (first_run / f"stage{stage}/telemetry.jsonl").open()]
         assert [line["loss"] for line in lines] == pytest.approx(losses, abs=1e-5)
 
 
@@ -83,24 +86,21 @@ def records(out, name, rank) -> list[dict]:
     return [json.loads(line) for line in (out / f"{name}_rank{rank}.jsonl").open()]
 
 
-def test_killed_rank_restarts_as_if_unbroken(tmp_path):
-    script = (LAUNCHED / "resumable.py", str(tmp_path))
-    with launch(*script, "--unbroken", "--steps", "11", folder=tmp_path / "first", time_limit_s=240) as run:
-        run.wait_for_line(r"(?s)step 11\n.*step 7\n", rank=1)
-        run.rank_processes()[1].send_signal(signal.SIGKILL)
-        assert run.wait(expect=None) != 0
-    lines_before = [len(records(tmp_path, "steps", rank)) for rank in (0, 1)]
-    last_saved = int((tmp_path / "checkpoints/latest").read_text().removeprefix("global_step"))
+def test_killed_rank_restarts_as_if_unbroken(first_run):
+    out = first_run
+    lines_before = [len(records(out, "steps", rank)) for rank in (0, 1)]
+    last_saved = int((out / "checkpoints/latest").read_text().removeprefix("global_step"))
     assert 5 < last_saved < 11  # epoch 0 has five steps: in the middle of epoch 1
-    with launch(*script, "--steps", "200000", folder=tmp_path / "second", time_limit_s=240) as run:
+    script = (LAUNCHED / "resumable.py", str(out), "--steps", "200000")
+    with launch(*script, folder=out / "second", time_limit_s=240) as run:
         run.wait_for_line(r"step 11\n")
         os.kill(run.launcher_pid(), signal.SIGTERM)
         run.wait(expect=None)
         stopped = {re.search(r"stopped at (\d+)", run.rank_log(rank)).group(1) for rank in (0, 1)}
     assert len(stopped) == 1  # both after the same step, which they saved
-    assert (tmp_path / "checkpoints/latest").read_text() == f"global_step{stopped.pop()}"
+    assert (out / "checkpoints/latest").read_text() == f"global_step{stopped.pop()}"
     for rank in (0, 1):
-        lines, unbroken = records(tmp_path, "steps", rank), records(tmp_path, "unbroken", rank)
+        lines, unbroken = records(out, "steps", rank), records(out, "unbroken", rank)
         assert lines[lines_before[rank]]["step"] == last_saved + 1
         compared = [line for line in lines if line["step"] <= 11]
         assert compared[-1]["step"] == len(unbroken) == 11

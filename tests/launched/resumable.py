@@ -1,22 +1,24 @@
 """A run that can be killed: trains to --steps, saves every two steps, goes on from the last checkpoint.
 
-    deepspeed resumable.py OUT_DIR [--unbroken] --steps N
+    deepspeed resumable.py OUT_DIR [--first] --steps N
 
-Each rank appends a line a step to OUT_DIR/steps_rankR.jsonl, or unbroken_rankR.jsonl. `--unbroken` first runs
-to the end without any checkpoint, for comparison. SIGTERM stops it cleanly.
+Each rank appends a line a step to OUT_DIR/steps_rankR.jsonl. `--first`, before that: the steps that must be
+exact at every ZeRO stage (exactness.py), and a run to the end without any checkpoint, for comparison, whose
+lines go to unbroken_rankR.jsonl. SIGTERM stops it cleanly.
 """
 
 import json
 from pathlib import Path
 
 import torch.distributed as dist
+from exactness import run_stages
 from tiny import NumberDataset, Toy, command_line, ds_config, shared_manifest, start, trained
 
 import al_deepspeed
 from al_deepspeed.agreement import StopOnSignal
 
 parser = command_line()
-parser.add_argument("--unbroken", action="store_true")
+parser.add_argument("--first", action="store_true")
 parser.add_argument("--steps", type=int, required=True)
 arguments = parser.parse_args()
 
@@ -65,7 +67,8 @@ def train(name: str, num_workers: int, checkpoints: Path | None) -> None:
 
 
 start(arguments.local_rank)
-shared_manifest(arguments.out)
-if arguments.unbroken:
+manifest = shared_manifest(arguments.out)
+if arguments.first:
+    run_stages(arguments.out, manifest)
     train("unbroken", 0, None)
 train("steps", 4, arguments.out / "checkpoints")
