@@ -39,7 +39,7 @@ class Stream:
             yield self.shape(number), (self.rank, number)
 
 
-def run_ranks(streams: list, epochs: int = 1, take=None, **options):
+def run_ranks(streams: list, epochs: int = 1, take=None, limits: Limits = LIMITS, **options):
     """All ranks in threads: what each yields a epoch, the plans of its windows, and errors."""
     world_size = len(streams)
     barrier, reports = threading.Barrier(world_size), [None] * world_size
@@ -54,7 +54,7 @@ def run_ranks(streams: list, epochs: int = 1, take=None, **options):
             return everyone
 
         world = {"rank": rank, "world_size": world_size, "gather": gather}
-        sampler = StreamSampler(streams[rank], WAN, LIMITS, **world, **options)
+        sampler = StreamSampler(streams[rank], WAN, limits, **world, **options)
         while sampler.epoch < epochs:
             for plan, micro_step, batch, names in sampler.upcoming():
                 if micro_step == 0:
@@ -145,6 +145,16 @@ def test_a_rank_that_reads_nothing_is_lent_a_sample():
             name for mine, batch, run in yielded[1] if mine == epoch and not batch.filler for name in run
         ]
         assert sorted(names) == [(1, number) for number in range(30)]
+
+
+def test_a_sample_larger_than_the_budget_is_trained_alone_with_a_warning():
+    streams = [[(("image", 1, 4, 4), rank)] * 20 + [(("video", 5, 32, 32), rank)] * 2 for rank in (0, 1)]
+    yielded, plans, errors = run_ranks(streams, limits=Limits(1000, 1e6))
+    assert errors == [None] * 2
+    alone = [names for _, batch, names in yielded[0] if batch.shape == (5, 32, 32) and not batch.filler]
+    assert alone == [[0], [0]]
+    (warning,) = {warning for plan in plans[0] for warning in plan.warnings}
+    assert "max_tokens is 1000, but the stream has samples of 1280 tokens (video 5x32x32)" in warning
 
 
 def test_what_fits_none_of_the_turns_is_run_nevertheless():

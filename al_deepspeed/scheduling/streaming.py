@@ -20,7 +20,7 @@ import numpy as np
 from al_deepspeed.errors import PlanError
 from al_deepspeed.scheduling.arrangement import Task
 from al_deepspeed.scheduling.budget import best_max_cost
-from al_deepspeed.scheduling.constraints import Limits, batch_sizes
+from al_deepspeed.scheduling.constraints import Limits, batch_sizes, oversize_buckets
 from al_deepspeed.scheduling.cost import CostModel
 from al_deepspeed.scheduling.layout import MicroBatch, Plan
 from al_deepspeed.scheduling.options import PlanOptions
@@ -274,7 +274,15 @@ class StreamSampler:
             cost=self._cost.cost(window.size, tokens),
             loss_weight=weights,
             filler=window.filler,
+            warnings=tuple(self._oversize(corpus)),
         )
+
+    def _oversize(self, corpus: Corpus) -> Iterator[str]:
+        for bucket in oversize_buckets(corpus, self._limits).tolist():
+            yield (
+                f"max_tokens is {self._limits.max_tokens}, but the stream has samples of "
+                f"{corpus.tokens[bucket]} tokens ({corpus.bucket_name(bucket)}). Each is trained alone (B = 1)."
+            )
 
     def _micro_steps(self, corpus: Corpus, held: IntArray, ended: bool) -> int:
         """A window's length: the look-ahead, or what the fullest rank still needs once all streams ended."""
