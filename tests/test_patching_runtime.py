@@ -390,9 +390,11 @@ def test_weights_that_a_wrapper_sets_at_every_step_are_read_by_the_norm():
         torch.testing.assert_close(runtime.adaln(norm, x, shift, scale), expected)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("function", ["jvp", "grad", "vmap"])
-def test_transforms_without_a_rule_for_the_op_get_the_expression(function):
-    norm = randomised(KNOWN["affine"])
+def test_transforms_without_a_rule_for_the_op_get_the_expression(function, compiled):
+    norm = randomised(KNOWN["plain" if compiled else "affine"])  # jvp of an affine one cannot be compiled
+    runtime.prepare(norm)
     x, shift, scale = (one.detach() for one in operands())
     tangent = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
 
@@ -406,7 +408,8 @@ def test_transforms_without_a_rule_for_the_op_get_the_expression(function):
             return torch.func.grad(lambda x: total(x).square().sum())(x)
         return torch.func.vmap(lambda x: total(x[None]))(x)
 
-    found = transformed(runtime.adaln, runtime.gated_residual)
+    run = torch.compile(transformed, backend="eager", fullgraph=True) if compiled else transformed
+    found = run(runtime.adaln, runtime.gated_residual)
     expected = transformed(lambda n, x, t, s: n(x) * (1 + s) + t, lambda r, b, g: r + b * g)
     torch.testing.assert_close(found, expected)
 

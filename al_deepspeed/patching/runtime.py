@@ -286,10 +286,9 @@ def _gated_residual(residual, branch, gate, sum_dtype: torch.dtype) -> Tensor:
     return fused_gated_residual(fitted.x, fitted.branch, fitted.gate, layout=fitted.layout)
 
 
+@torch.compiler.assume_constant_result  # compiled graphs are guarded by the transforms they were made under
 def _is_transformed() -> bool:
     """Whether torch.func or forward-mode differentiation is at work: the op has rules for neither."""
-    if torch.compiler.is_compiling():
-        return False
     return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
