@@ -100,42 +100,56 @@ def _time(task: Task, pieces: Pieces) -> float:
 def cut_by_class(
     task: Task, used: IntArray, leftovers: Leftovers, classes: Classes
 ) -> tuple[Pieces, FloatArray]:
-    """Cut every bucket in use by its classes, which are numbered from 1 by ascending target.
+    """Cut every bucket by its classes, numbered from 1 by ascending target, and leftovers by their number.
 
+    Args:
+        used: buckets that are not wholly set apart.
     Returns:
         the micro-batches, and the targets.
     """
-    apart, short = leftovers.samples.copy(), leftovers.size[used] > 0
-    counts = task.counts[used] - apart[used]
-    classes, aim = aim_at_whole_micro_steps(
-        classes, counts, task.world_size, roomy=leftovers.micro_batches > 0
+    classes, numbers, rest, home_of_rest = _divide(task, used, leftovers, classes)
+    bucket, home = np.nonzero(numbers)
+    left, home_of_left = leftovers.samples.copy(), np.full(len(task.counts), POOL)
+    left[used], home_of_left[used] = rest, home_of_rest
+    pooled = np.where(home_of_left == POOL, left, 0)
+    size_of_left = np.where(pooled, leftover_sizes(task, pooled, leftovers.micro_batches), left)
+    some = np.flatnonzero(left)
+    pieces = task.cut(
+        np.concatenate([used[bucket], some]),
+        np.concatenate([(numbers * classes.size)[bucket, home], left[some]]),
+        np.concatenate([classes.size[bucket, home], size_of_left[some]]),
+        np.concatenate([1 + home, home_of_left[some]]),
     )
+    return pieces, classes.target
+
+
+def _divide(
+    task: Task, used: IntArray, leftovers: Leftovers, classes: Classes
+) -> tuple[Classes, IntArray, IntArray, IntArray]:
+    """Divide buckets among classes: first what nothing is set apart of, then short samples as the rest needs.
+
+    Returns:
+        the classes; numbers of micro-batches [buckets, classes]; samples left of each bucket; and their home.
+    """
+    apart, least_size = leftovers.samples[used], leftovers.size[used]
+    counts, short = task.counts[used] - apart, least_size > 0
+    roomy = leftovers.micro_batches > 0
+    classes, aim = aim_at_whole_micro_steps(classes, counts, task.world_size, roomy=roomy)
     numbers, rest, lacking = divide_samples(classes, counts, aim, short)
-    left = np.flatnonzero((rest > 0) & ~short)
-    costs = task.cost.cost(rest[left], task.corpus.tokens[used[left]])
-    home_of_rest, lacking = homes_of_rests(classes.target, lacking, costs, classes.riders[left])
-    wholly_apart = np.delete(leftovers.needed, used).sum()
-    missing = round(aim.sum() / task.world_size) * task.world_size - numbers.sum() - len(left)
+    home, long = np.full(len(used), POOL), np.flatnonzero((rest > 0) & ~short)
+    costs = task.cost.cost(rest[long], task.corpus.tokens[used[long]])
+    homes, lacking = homes_of_rests(classes.target, lacking, costs, classes.riders[long])
+    home[long] = 1 + homes
     numbers, rest = fill_from_short(
         classes,
         numbers,
-        rest + apart[used],
+        rest + apart,
         lacking,
-        missing=missing,
-        least_size=leftovers.size[used],
-        places=leftovers.micro_batches - wholly_apart,
+        missing=round(aim.sum() / task.world_size) * task.world_size - numbers.sum() - len(long),
+        least_size=least_size,
+        places=leftovers.micro_batches - np.delete(leftovers.needed, used).sum(),
     )
-    apart[used[short]] = rest[short]
-    pool = np.flatnonzero(apart)
-    sizes = leftover_sizes(task, apart, leftovers.micro_batches)
-    bucket, home = np.nonzero(numbers)
-    pieces = task.cut(
-        np.concatenate([used[bucket], used[left], pool]),
-        np.concatenate([(numbers * classes.size)[bucket, home], rest[left], apart[pool]]),
-        np.concatenate([classes.size[bucket, home], rest[left], sizes[pool]]),
-        np.concatenate([1 + home, 1 + home_of_rest, np.full(len(pool), POOL)]),
-    )
-    return pieces, classes.target
+    return classes, numbers, rest, home
 
 
 def deal(task: Task, pieces: Pieces, filler: np.ndarray) -> IntArray:

@@ -281,7 +281,8 @@ class StreamSampler:
         for bucket in oversize_buckets(corpus, self._limits).tolist():
             yield (
                 f"max_tokens is {self._limits.max_tokens}, but the stream has samples of "
-                f"{corpus.tokens[bucket]} tokens ({corpus.bucket_name(bucket)}). Each is trained alone (B = 1)."
+                f"{corpus.tokens[bucket]} tokens ({corpus.bucket_name(bucket)}). Each is trained alone "
+                "(B = 1)."
             )
 
     def _micro_steps(self, corpus: Corpus, held: IntArray, ended: bool) -> int:
