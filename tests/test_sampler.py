@@ -262,13 +262,6 @@ def test_a_metric_without_a_number_is_refused_by_row():
         len(sampler)
 
 
-def test_lr_factors_follow_the_steps_of_the_plan():
-    sampler = samplers(2, 2)[0]
-    factors = sampler.lr_factors("linear")
-    assert len(factors) == sampler.plan.steps
-    assert factors.mean() == pytest.approx(1)
-
-
 def test_with_tail_drop_a_new_world_drops_what_fills_no_step_of_its_own():
     """60 pictures, one a micro-batch: 30 micro-steps of two ranks; four are left where eight are needed."""
     corpus = corpus_of({16: 60})

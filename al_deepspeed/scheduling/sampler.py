@@ -22,8 +22,7 @@ from al_deepspeed.scheduling.curriculum import Schedule
 from al_deepspeed.scheduling.layout import MicroBatch, Plan
 from al_deepspeed.scheduling.options import PlanOptions
 from al_deepspeed.scheduling.plan import make_plan
-from al_deepspeed.scheduling.shapes import Corpus, FloatArray
-from al_deepspeed.scheduling.weights import lr_factors
+from al_deepspeed.scheduling.shapes import Corpus
 
 STATE_VERSION = 1
 
@@ -114,10 +113,6 @@ class PlanSampler:
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch."""
         self.epoch, self.position, self._earlier_parts, self._plan = epoch, 0, [], None
-
-    def lr_factors(self, scaling: str, base: float | None = None) -> FloatArray:
-        """Learning-rate factor of each step of the current plan; see `weights.lr_factors`."""
-        return lr_factors(self.plan.step_samples, scaling, base)
 
     def set_custom_curriculum_learning_schedule(self, schedule: Mapping[str, Callable[[int], float]]) -> None:
         """Give the functions of global step (from 1 on) that metrics with schedule_type "custom" need.

@@ -36,15 +36,14 @@ def loss_weights(
     return amount * np.repeat(slots / per_step, accumulation)[:, None]
 
 
-def lr_factors(step_samples: IntArray, scaling: str, base: float | None = None) -> FloatArray:
+def lr_factors(step_samples: IntArray, scaling: str) -> FloatArray:
     """Learning-rate factor a step from its sample count, by DeepSpeed's names of the rules.
 
     Args:
         step_samples: samples of each step over all ranks and micro-steps.
-        scaling: "none", "linear" (n / base) or "sqrt" (its root).
-        base: the sample count that the configured learning rate belongs to; left out, the mean.
+        scaling: "none", "linear" (n / mean) or "sqrt" (its root).
     """
     if scaling not in LR_SCALINGS:
         raise PlanError(f"lr_scaling is {scaling!r}; allowed are {', '.join(LR_SCALINGS)}.")
-    ratio = np.asarray(step_samples) / (np.mean(step_samples) if base is None else base)
+    ratio = np.asarray(step_samples) / np.mean(step_samples)
     return {"none": np.ones_like, "linear": np.asarray, "sqrt": np.sqrt}[scaling](ratio)
