@@ -92,20 +92,39 @@ class _Function:
     def _may_gate(self) -> bool:
         if any("gate" in name.lower() for name in self.names):
             return True
+        if self.names & PRODUCTS:
+            return True
+        gated: set[str] = set()  # names of products
         for node in ast.walk(self.node):
-            if isinstance(node, ast.Assign) and self._is_item(node.value):
-                self.items |= {one.id for one in node.targets if isinstance(one, ast.Name)}
-        for product in self.products:
-            factors = (product.left, product.right)
-            if any(map(self._is_item, factors)) and not any(map(_is_number, factors)):
+            if isinstance(node, ast.Assign):
+                names = {one.id for one in node.targets if isinstance(one, ast.Name)}
+                self.items |= names if self._is_item(node.value) else set()
+                gated |= names if self._is_gated(node.value) else set()
+        for node in ast.walk(self.node):
+            if isinstance(node, ast.AugAssign):
+                sides = [node.value]
+            elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+                sides = [node.left, node.right]
+            else:
+                continue
+            named = any(isinstance(side, ast.Name) and side.id in gated for side in map(_below_calls, sides))
+            if named or [self._is_gated(side) for side in sides].count(True) == 1:
                 return True
-        return bool(self.names & PRODUCTS)
+        return False
+
+    def _is_gated(self, node: ast.expr) -> bool:
+        """A product with one of several results, below casts."""
+        node = _below_calls(node)
+        if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)):
+            return False
+        factors = (node.left, node.right)
+        return any(map(self._is_item, factors)) and not any(map(_is_number, factors))
 
     def _is_item(self, node: ast.expr) -> bool:
         """One of several results, as far as one can tell here, below views."""
         while True:
             if isinstance(node, ast.Subscript):
-                if isinstance(node.slice, ast.Constant | ast.UnaryOp | ast.Tuple):
+                if _is_place(node.slice):
                     return True
                 node = node.value
             elif isinstance(node, ast.Call):
@@ -137,6 +156,20 @@ def _is_number(node: ast.expr) -> bool:
         node = node.value
         return isinstance(node, ast.Attribute) and node.attr == "shape"
     return isinstance(node, ast.Constant)
+
+
+def _below_calls(node: ast.expr) -> ast.expr:
+    """The tensor whose methods are called: `(gate * y)` of `(gate * y).to(dtype)`."""
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        node = node.func.value
+    return node
+
+
+def _is_place(index: ast.expr) -> bool:
+    """`[2]` or `[:, 2]`."""
+    parts = index.elts if isinstance(index, ast.Tuple) else [index]
+    places = [part for part in parts if not isinstance(part, ast.Slice)]
+    return bool(places) and all(isinstance(part, ast.Constant) for part in places)
 
 
 def _is_helper(call: ast.Call, helpers: set[str]) -> bool:
