@@ -17,7 +17,7 @@ import numpy as np
 
 from al_deepspeed.errors import CalibrationError
 
-_SLACK = 1e-9  # a batch that meets the budget exactly must not fall to rounding
+_SLACK = 1e-9  # of a budget: a batch that meets it exactly must not fall to rounding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +42,17 @@ class CostModel:
         return np.maximum(self.least, self.intercept + np.asarray(batch_size) * self.sample_cost(tokens))
 
     def largest_batch(self, tokens, budget: float) -> np.ndarray:
-        """The largest B >= 0 with cost(B, S) <= budget, int64."""
-        room = (self.unfloored(budget) - self.intercept) * (1 + _SLACK)
-        most = np.floor(max(0.0, room) / self.sample_cost(tokens) + _SLACK)
+        """The largest B >= 0 with cost(B, S) <= budget, int64; never less than a B whose cost the budget is.
+
+        The slack comes before the floor is taken off, since there nearly all digits of the budget are lost.
+        """
+        room = (self.unfloored(budget * (1 + _SLACK)) - self.intercept) * (1 + _SLACK)
+        most = np.floor(max(0.0, room) / self.sample_cost(tokens))
         return np.minimum(most, 2.0**62).astype(np.int64)
 
     def unfloored(self, budget: float) -> float:
-        """What intercept + B * sample_cost(S) may be for a cost within the budget; 0 where nothing may."""
-        return budget if budget >= self.least * (1 - _SLACK) else 0.0
+        """What intercept + B * sample_cost(S) may be for a cost within the budget; -inf where nothing may."""
+        return budget if budget >= self.least else -np.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +106,8 @@ class RooflineCost(TwoTermCost):
     def unfloored(self, budget: float) -> float:
         if not self.sharpness:
             return super().unfloored(budget)
-        if budget <= self.floor:
-            return 0.0
+        if budget < self.floor:
+            return -np.inf
         return budget * (1 - (self.floor / budget) ** self.sharpness) ** (1 / self.sharpness)
 
 
@@ -138,6 +141,11 @@ def cost_from_dict(data: dict) -> CostModel:
         raise CalibrationError(f"cost of form {form!r} is incomplete: {error}. Calibrate again.") from error
     if not (np.asarray(model.sample_cost([1, 1000])) > 0).all():
         raise CalibrationError(f"cost {data} does not grow with the batch size. Calibrate with more points.")
+    sharpness = parameters.get("sharpness", 0)
+    if sharpness and sharpness < 1:
+        raise CalibrationError(
+            f"cost has sharpness {sharpness}; allowed are 0 (a hard corner), and 1 or more. Calibrate again."
+        )
     return model
 
 
