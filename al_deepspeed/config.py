@@ -11,6 +11,7 @@ A wrong value is a `ConfigError` that names the full key, what was given and wha
 import base64
 import copy
 import difflib
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -155,15 +156,17 @@ SCHEDULES = {
 
 def _are_numbers(values: Any) -> bool:
     return isinstance(values, list) and all(
-        isinstance(value, (int, float)) and not isinstance(value, bool) for value in values
+        isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        for value in values
     )
 
 
-class CurriculumMetric(BaseModel):
-    """One metric of DeepSpeed's `curriculum_metrics`; its keys for index files are not needed here."""
+class CurriculumMetric(Section):
+    """One metric of DeepSpeed's `curriculum_metrics`; its keys for index files may stand, and do nothing."""
 
-    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
-
+    index_to_sample_path: Any = Field(None, exclude=True)
+    index_to_metric_path: Any = Field(None, exclude=True)
+    clustering_type: Any = Field(None, exclude=True)
     min_difficulty: int = Field(ge=0)
     max_difficulty: int = Field(gt=0)
     difficulty_type: Literal["value", "percentile"] = "value"
@@ -172,7 +175,14 @@ class CurriculumMetric(BaseModel):
 
     @model_validator(mode="after")
     def _schedule_is_complete(self) -> "CurriculumMetric":
-        missing = [key for key in SCHEDULES[self.schedule_type] if key not in self.schedule_config]
+        known = SCHEDULES[self.schedule_type]
+        unknown = [key for key in self.schedule_config if known and key not in known]
+        if unknown:
+            raise ValueError(
+                f"has schedule_type {self.schedule_type!r} and {', '.join(map(repr, unknown))} in "
+                f"schedule_config; allowed: {', '.join(known)}"
+            )
+        missing = [key for key in known if key not in self.schedule_config]
         if missing:
             raise ValueError(
                 f"has schedule_type {self.schedule_type!r} and lacks {', '.join(missing)} in schedule_config"
@@ -181,11 +191,16 @@ class CurriculumMetric(BaseModel):
             raise ValueError(
                 f"has min_difficulty {self.min_difficulty} above max_difficulty {self.max_difficulty}"
             )
+        if self.difficulty_type == "percentile" and self.max_difficulty > 100:
+            raise ValueError(
+                f"has difficulty_type 'percentile' and max_difficulty {self.max_difficulty}; allowed: at "
+                "most 100"
+            )
         takes_lists = self.schedule_type == "fixed_discrete"
-        for key in SCHEDULES[self.schedule_type]:
+        for key in known:
             value = self.schedule_config[key]
             if not (_are_numbers(value) if takes_lists else _are_numbers([value]) and value > 0):
-                allowed = "a list of numbers" if takes_lists else "a number above 0"
+                allowed = "a list of finite numbers" if takes_lists else "a finite number above 0"
                 raise ValueError(f"has {key} {value!r} in schedule_config; allowed: {allowed}")
         if self.schedule_type == "fixed_discrete":
             levels, changes = (len(self.schedule_config[key]) for key in SCHEDULES["fixed_discrete"])
@@ -194,6 +209,9 @@ class CurriculumMetric(BaseModel):
                     f"has {levels} difficulties and {changes} max_steps in schedule_config; allowed: one "
                     "max_step or more, and one difficulty more than those"
                 )
+            steps = self.schedule_config["max_step"]
+            if steps != sorted(steps):
+                raise ValueError(f"has max_step {steps} in schedule_config; allowed: ascending numbers")
         return self
 
 

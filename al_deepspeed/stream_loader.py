@@ -65,12 +65,10 @@ class ShapedSamples:
         )
 
     def __iter__(self) -> Iterator[tuple[Shape, Any]]:
-        for sample in self._samples:
-            frames, height, width = _checked(self._shape_of(sample))
-            kind = "image" if frames == 1 else "video"
-            if isinstance(sample, dict):
-                kind = sample.get("kind", kind)
-            yield (kind, frames, height, width), sample
+        for number, sample in enumerate(self._samples):
+            sides = _checked_sides(self._shape_of(sample), number)
+            given = _checked_kind(sample.get("kind"), number) if isinstance(sample, dict) else ""
+            yield (given or ("image" if sides[0] == 1 else "video"), *sides), sample
 
 
 class _Iterable(IterableDataset):
@@ -81,15 +79,30 @@ class _Iterable(IterableDataset):
         return iter(self._samples)
 
 
-def _checked(shape: Any) -> tuple[int, int, int]:
+def _checked_sides(shape: Any, number: int) -> tuple[int, int, int]:
     """The same sizes as integers, if they are three whole numbers of at least 1."""
-    sides = list(shape) if isinstance(shape, Iterable) else []
-    if len(sides) != 3 or not all(side == int(side) >= 1 for side in sides):
+    try:
+        given = tuple(shape)
+        frames, height, width = (int(side) for side in given)
+        whole = (frames, height, width) == given
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last is a tensor's of many numbers
+        whole = False
+    if not whole or min(frames, height, width) < 1:
         raise CorpusError(
-            f"a sample of the stream has latent size {shape!r}; it must be (frames, height, width), whole "
-            "numbers of at least 1. Leave such samples out of the stream, or correct shape_of."
+            f"sample {number} of the stream (from 0) has latent size {shape!r}; it must be (frames, height, "
+            "width), whole numbers of at least 1. Leave such samples out of the stream, or correct shape_of."
         )
-    return tuple(int(side) for side in sides)
+    return frames, height, width
+
+
+def _checked_kind(kind: Any, number: int) -> str:
+    """The same without blanks around it, if it is a string; nothing, where there is none."""
+    if kind is not None and not isinstance(kind, str):
+        raise CorpusError(
+            f'sample {number} of the stream (from 0) has as its "kind" {kind!r}; it must be a string, or '
+            "absent: then one latent frame is an image. Decode it, or leave it out."
+        )
+    return (kind or "").strip()
 
 
 def as_it_is(sample: Any) -> Any:

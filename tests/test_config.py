@@ -181,17 +181,58 @@ FAULTS = {
     ),
     "curriculum step in words": (
         curriculum_of(schedule_config={"total_curriculum_step": "10", "difficulty_step": 8}),
-        ["total_curriculum_step '10'", "a number above 0"],
+        ["total_curriculum_step '10'", "a finite number above 0"],
     ),
     "curriculum level alone": (
         curriculum_of(schedule_type="fixed_discrete", schedule_config={"difficulty": 5, "max_step": 3}),
-        ["difficulty 5", "a list of numbers"],
+        ["difficulty 5", "a list of finite numbers"],
     ),
     "curriculum that falls": (
         curriculum_of(min_difficulty=200, max_difficulty=100),
         ["min_difficulty 200 above max_difficulty 100"],
     ),
+    "curriculum key misspelt": (
+        curriculum_of(max_dificulty=512),
+        ["curriculum_metrics.seqlen.max_dificulty: unknown key", "Did you mean 'max_difficulty'?"],
+    ),
+    "curriculum type misspelt": (
+        curriculum_of(difficulty_types="percentile"),
+        ["curriculum_metrics.seqlen.difficulty_types: unknown key", "Did you mean 'difficulty_type'?"],
+    ),
+    "curriculum key of nobody": (curriculum_of(foo=1), ["curriculum_metrics.seqlen.foo: unknown key"]),
+    "curriculum schedule's key": (
+        curriculum_of(
+            schedule_config={"total_curriculum_step": 10, "difficulty_step": 8, "root_degre": 2},
+        ),
+        ["curriculum_metrics.seqlen has schedule_type 'fixed_linear'", "'root_degre' in schedule_config"],
+    ),
+    "curriculum schedule's key misspelt": (
+        curriculum_of(schedule_config={"total_curriculum_steps": 10, "difficulty_step": 8}),
+        ["'total_curriculum_steps' in schedule_config; allowed: total_curriculum_step, difficulty_step"],
+    ),
+    "curriculum without end": (
+        curriculum_of(schedule_config={"total_curriculum_step": float("inf"), "difficulty_step": 8}),
+        ["total_curriculum_step inf", "a finite number above 0"],
+    ),
+    "curriculum back in time": (
+        curriculum_of(
+            schedule_type="fixed_discrete",
+            schedule_config={"difficulty": [64, 128, 256], "max_step": [9, 5]},
+        ),
+        ["max_step [9, 5]", "ascending"],
+    ),
+    "curriculum beyond all": (
+        curriculum_of(difficulty_type="percentile", max_difficulty=200),
+        ["'percentile' and max_difficulty 200", "at most 100"],
+    ),
 }
+
+
+def test_keys_for_deepspeeds_index_files_may_stand_and_do_nothing():
+    metric = read_config(curriculum_of(index_to_metric_path="unused")).curriculum["seqlen"]
+    assert sorted(metric.model_dump()) == [
+        "difficulty_type", "max_difficulty", "min_difficulty", "schedule_config", "schedule_type",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -50,6 +50,19 @@ def test_a_blank_kind_is_none_given(tmp_path):
         assert given["kind"].to_pylist() == ["image", "clip", "video"]
 
 
+def test_blanks_around_a_kind_are_none_of_it(tmp_path):
+    (tmp_path / "m.csv").write_text(
+        "kind,latent_frames,latent_height,latent_width\n image ,1,8,8\nimage,1,8,8\n"
+    )
+    manifest = read_manifest(tmp_path / "m.csv")
+    assert manifest.table["kind"].to_pylist() == ["image", "image"]
+    assert manifest.corpus().kinds == ("image",)
+    kinds = pa.array([" a", "a", "a\t"])
+    for column in (kinds, kinds.dictionary_encode(), kinds.cast(pa.large_string())):
+        given = complete_table(table([(1, 8, 8)] * 3, kind=column), "m")
+        assert given["kind"].to_pylist() == ["a", "a", "a"]
+
+
 def test_corpus_agrees_with_a_plain_loop(tmp_path):
     random = np.random.default_rng(0)
     shapes = [tuple(int(side) for side in random.choice([2, 4, 6, 8], 3)) for _ in range(500)]

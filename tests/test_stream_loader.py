@@ -1,5 +1,8 @@
 """Batches from a WebDataset pipeline on one rank, without a launch."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 import webdataset
@@ -72,10 +75,46 @@ def test_what_has_no_shape_is_refused_with_what_it_has():
         next(iter(loader))
 
 
-@pytest.mark.parametrize("shape", [(0, 4, 4), (1, 4), (1, 4.5, 4), None], ids=str)
+NO_SHAPES = [
+    (0, 4, 4), (1, 4), (1, 4, 4, 4), (1, 4.5, 4), None, 4, "144", ("a", 4, 4), (1, None, 4), (1, math.nan, 4),
+    (math.inf, 4, 4), (1, torch.zeros(2), 4), torch.tensor(4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", NO_SHAPES, ids=str)
 def test_a_shape_that_is_none_is_refused_as_a_manifest_would(shape):
-    loader, _ = loader_of([{"pixels": torch.zeros(3, 1, 8, 8)}], shape_of=lambda sample: shape)
-    with pytest.raises(PlanError, match=r"has latent size .*; it must be .* whole numbers of at least 1"):
+    shapes = iter([(1, 4, 4), shape])
+    loader, _ = loader_of([{"pixels": torch.zeros(3, 1, 8, 8)}] * 2, shape_of=lambda sample: next(shapes))
+    with pytest.raises(
+        PlanError, match=r"sample 1 of the stream \(from 0\) has latent size .*; it must be .* at least 1"
+    ):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 4), [1.0, 4.0, 4.0], torch.tensor([1, 4, 4]), np.array([1, 4, 4])])
+def test_whole_numbers_of_any_type_are_a_shape(shape):
+    samples = ShapedSamples([{"pixels": torch.zeros(3)}], lambda sample: shape, 0)
+    assert [shape for shape, _ in samples] == [("image", 1, 4, 4)]
+
+
+def test_a_blank_kind_is_none_given_and_blanks_around_one_are_none_of_it():
+    kinds = [None, "", " ", "clip", " clip ", ...]
+    samples = [{"latent": torch.zeros(4, frames, 4, 4), "kind": kind} for frames in (1, 5) for kind in kinds]
+    for sample in samples:
+        if sample["kind"] is ...:
+            del sample["kind"]
+    read = [shape[0] for shape, _ in ShapedSamples(samples, None, 0)]
+    assert read == [
+        *("image", "image", "image", "clip", "clip", "image"),
+        *("video", "video", "video", "clip", "clip", "video"),
+    ]
+
+
+@pytest.mark.parametrize("kind", [3, b"image", torch.tensor(1), ["image"]], ids=str)
+def test_a_kind_that_is_no_string_is_refused(kind):
+    good = {"latent": torch.zeros(4, 1, 4, 4)}
+    loader, _ = loader_of([good, good, {**good, "kind": kind}])
+    with pytest.raises(PlanError, match=r'sample 2 of the stream .* as its "kind" .* must be a string'):
         next(iter(loader))
 
 

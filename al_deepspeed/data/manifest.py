@@ -208,20 +208,22 @@ def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
 
 
 def _kinds(given: pa.Array | None, frames: pa.Array) -> pa.Array:
-    """A kind a row; where none is given, or a blank, one latent frame is an image."""
+    """A kind a row, without blanks around it; where none is given, one latent frame is an image."""
     made_up = pc.if_else(pc.equal(frames, 1), "image", "video")
     if given is None:
         return made_up
     is_dictionary = pa.types.is_dictionary(given.type)
     words = given.dictionary if is_dictionary else given
-    if not given.null_count and not pc.any(_blank(words)).as_py():
+    trimmed = _trimmed(words)
+    as_given = pc.and_(pc.equal(trimmed, pc.cast(words, pa.string())), pc.not_equal(trimmed, ""))
+    if not given.null_count and pc.all(as_given).as_py():
         return _text(given, "kind", "")
-    given = pc.cast(given.dictionary_decode() if is_dictionary else given, pa.string())
-    return pc.if_else(pc.fill_null(_blank(given), True), made_up, given)
+    trimmed = _trimmed(given.dictionary_decode()) if is_dictionary else trimmed
+    return pc.if_else(pc.fill_null(pc.equal(trimmed, ""), True), made_up, trimmed)
 
 
-def _blank(words: pa.Array) -> pa.Array:
-    return pc.equal(pc.utf8_trim_whitespace(pc.cast(words, pa.string())), "")
+def _trimmed(words: pa.Array) -> pa.Array:
+    return pc.utf8_trim_whitespace(pc.cast(words, pa.string()))
 
 
 def _text(column: pa.Array, name: str, where: str) -> pa.Array:
