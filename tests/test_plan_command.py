@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from al_deepspeed.calibration import file as calibration_file
 from al_deepspeed.cli import app
 from al_deepspeed.errors import CorpusError, PlanError
+from al_deepspeed.scheduling.cost import RooflineCost
 
 KEYS = [
     "strategy", "mixing", "world_size", "accumulation", "efficiency", "imbalance", "tokens_per_s",
@@ -86,6 +87,29 @@ def test_the_plot_is_a_picture(manifest, tmp_path):
     picture = tmp_path / "costs.png"
     plan("--manifest", manifest, "--max-tokens", 166_320, "--world-size", 4, "--plot", picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("option", "name"), [("--dump", "plan.parquet"), ("--plot", "costs.png")])
+def test_outputs_make_their_folder(manifest, tmp_path, option, name):
+    output = tmp_path / "runs" / "first" / name
+    plan("--manifest", manifest, "--max-tokens", 166_320, "--json", option, output)
+    assert output.is_file()
+
+
+@pytest.mark.parametrize("mixing", ["corpus", "free"])
+def test_a_rounded_floor_above_all_costs_is_no_hindrance(tmp_path, monkeypatch, mixing):
+    class Found:
+        cost = RooflineCost(
+            intercept=3.2, text=0.2, linear=0.005, quadratic=3e-7, floor=170.0, sharpness=23.1
+        )
+        max_tokens = max_cost = exponent = None
+
+    monkeypatch.setattr(calibration_file, "read_calibration", lambda path: Found)
+    path = tmp_path / "one.csv"
+    path.write_text("latent_frames,latent_height,latent_width\n" + "1,32,32\n" * 100)  # S = 256: 4.7 ms alone
+    arguments = ["--manifest", path, "--calibration", "c.json", "--max-tokens", 512, "--world-size", 2]
+    figures = json.loads(plan(*arguments, "--mixing", mixing, "--json").stdout)
+    assert (figures["micro_batches"], figures["efficiency"]) == (50, 1.0)  # of two samples, 170 ms each
 
 
 def test_the_same_seed_is_the_same_plan_and_another_is_not(manifest, tmp_path):
