@@ -10,7 +10,7 @@ from corpora import RELATIVE, WAN, consumed, corpus_of, mixed_corpus
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from al_deepspeed.errors import PlanError
+from al_deepspeed.errors import PlanError, TooFewForAStep
 from al_deepspeed.scheduling.constraints import Limits
 from al_deepspeed.scheduling.cost import RooflineCost
 from al_deepspeed.scheduling.curriculum import Schedule
@@ -26,10 +26,16 @@ FLOORED = RooflineCost(floor=5000.0, intercept=50.0, linear=10.0, quadratic=0.5)
 def assert_conserved(plan, corpus):
     """What holds for every plan without a curriculum, a mixture or a dropped tail."""
     assert np.array_equal(np.sort(consumed(plan)), np.arange(corpus.samples))
+    assert_sound(plan, corpus)
+
+
+def assert_sound(plan, corpus):
+    """What holds for every plan; a filler too is a sample of the shape that it is said to be."""
     assert plan.micro_steps == plan.steps * plan.accumulation > 0
     assert (plan.size > 0).all()
     for micro_step, rank in np.ndindex(plan.size.shape):
-        assert (corpus.bucket[plan.sample_ids(micro_step, rank)] == plan.bucket[micro_step, rank]).all()
+        expected = np.full(plan.size[micro_step, rank], plan.bucket[micro_step, rank])
+        assert np.array_equal(corpus.bucket[plan.sample_ids(micro_step, rank)], expected)
     assert np.allclose(plan.by_step(plan.loss_weight), plan.world_size * plan.accumulation)
     assert (plan.loss_weight[plan.filler] == 0).all()
     assert (plan.loss_weight[~plan.filler] > 0).all()
@@ -100,6 +106,57 @@ def test_nothing_is_lost_whatever_the_corpus(
         assert plan.filler.sum() == 0 or corpus.samples < plan.steps * slots
         if max_variants:
             assert len(np.unique(np.stack([plan.size, plan.bucket]).reshape(2, -1), axis=1).T) <= max_variants
+
+
+@settings(
+    max_examples=100,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(
+    corpus=any_corpus(),
+    world_size=st.integers(1, 16),
+    accumulation=st.integers(1, 4),
+    strategy=st.sampled_from(CHOICES["strategy"]),
+    mixing=st.sampled_from(CHOICES["mixing"]),
+    tail=st.sampled_from(CHOICES["tail"]),
+    grouped=st.booleans(),
+    lookahead=st.sampled_from([1, 8, 64]),
+    lowest=st.floats(0, 1),
+    steps=st.integers(1, 100),
+    first_step=st.integers(0, 20),
+)
+def test_a_curriculum_loses_nothing_that_it_admits(
+    corpus, world_size, accumulation, strategy, mixing, tail, grouped, lookahead, lowest, steps, first_step
+):
+    """Difficulty rises from a quantile of the lengths to the longest within so many steps."""
+    tokens = corpus.tokens[corpus.bucket]
+    least, most = np.quantile(tokens, lowest), tokens.max()
+    curriculum = {"seqlen": Schedule(lambda step: least + (most - least) * min(1, step / steps))}
+    options = {
+        "world_size": world_size,
+        "accumulation": accumulation,
+        "strategy": strategy,
+        "mixing": mixing,
+        "tail": tail,
+        "group_by_shape": grouped,
+        "lookahead": lookahead,
+    }
+    limits = Limits(5000, 40_000.0)
+    try:
+        plan = make_plan(corpus, RELATIVE, limits, curriculum=curriculum, first_step=first_step, **options)
+    except TooFewForAStep:
+        with pytest.raises(TooFewForAStep):
+            make_plan(corpus, RELATIVE, limits, **options)
+        return
+    assert_sound(plan, corpus)
+    ids = consumed(plan)
+    assert len(np.unique(ids)) == len(ids) == corpus.samples - plan.waiting - plan.dropped
+    assert tail == "drop" or plan.dropped == 0
+    hardest = corpus.tokens[plan.bucket].reshape(plan.steps, -1).max(axis=1)
+    progress = np.minimum(1, (first_step + 1 + np.arange(plan.steps)) / steps)
+    assert (hardest <= least + (most - least) * progress).all()
 
 
 # What broke bucket samplers elsewhere, a small input of each kind.
@@ -342,6 +399,63 @@ def test_an_epoch_ends_early_when_admitted_samples_run_out():
     assert corpus.tokens[corpus.bucket[np.sort(consumed(plan))]].tolist() == [10] * 30
     assert any("holds 70 samples back" in warning for warning in plan.warnings)
     assert len(plan.left_after(plan.micro_steps)) == 70
+
+
+def test_samples_that_wait_for_the_next_step_take_the_places_of_fillers():
+    # Step 1 has four places for the seven samples that it admits; two steps of them would hold a filler.
+    corpus = corpus_of({10: 7, 20: 6})
+    plan = make_plan(
+        corpus,
+        RELATIVE,
+        Limits(1, 1e9),
+        world_size=2,
+        accumulation=2,
+        lookahead=1,
+        curriculum={"seqlen": Schedule(lambda step: 10 if step == 1 else 20)},
+    )
+    assert_conserved(plan, corpus)
+    assert plan.step_samples[0] == 4
+    assert (plan.steps, plan.filler.sum()) == (4, 3)  # 13 samples, 16 places
+
+
+def test_before_the_epochs_end_a_tail_joins_the_next_stretch():
+    # Five micro-batches of ten for two ranks: one waits, and with the five of length 20 makes three steps.
+    corpus = corpus_of({10: 50, 20: 25})
+    plan = make_plan(
+        corpus,
+        RELATIVE,
+        Limits(100, 1e9),
+        world_size=2,
+        strategy="dual_constraint",
+        tail="drop",
+        curriculum={"seqlen": Schedule(lambda step: 10 if step <= 2 else 20)},
+    )
+    assert_conserved(plan, corpus)
+    assert (plan.steps, plan.dropped, plan.splits) == (5, 0, 0)
+
+
+def test_a_tail_that_holds_the_curriculum_up_is_split():
+    # Three micro-batches of ten for four ranks, and nothing else is admitted at step 1.
+    corpus = corpus_of({10: 30, 20: 105})
+    plan = make_plan(
+        corpus,
+        RELATIVE,
+        Limits(100, 1e9),
+        world_size=4,
+        strategy="dual_constraint",
+        tail="drop",
+        curriculum={"seqlen": Schedule(lambda step: 10 if step == 1 else 20)},
+    )
+    assert np.sort(plan.size[0]).tolist() == [5, 5, 10, 10]
+    assert (plan.steps, plan.dropped, plan.waiting) == (1 + 21 // 4, 5, 0)
+
+
+def test_a_curriculum_that_admits_all_drops_a_tail_as_without_one():
+    everything = {"seqlen": Schedule(lambda step: 100)}
+    with pytest.raises(PlanError, match="5 micro-batches do not fill one step of 64"):
+        make_plan(
+            corpus_of({10: 5}), RELATIVE, Limits(1, 1e9), world_size=64, tail="drop", curriculum=everything
+        )
 
 
 def test_percentiles_count_parts_of_the_corpus():

@@ -8,7 +8,7 @@ already.
 
 import numpy as np
 
-from al_deepspeed.errors import PlanError
+from al_deepspeed.errors import PlanError, TooFewForAStep
 from al_deepspeed.scheduling.arrangement import Arrangement, Task, cheapest_sample
 from al_deepspeed.scheduling.pieces import Pieces, concatenate, cut, halve, shuffled
 from al_deepspeed.scheduling.shapes import IntArray
@@ -54,7 +54,7 @@ def _complete(task: Task, micro_steps: Pieces) -> tuple[Pieces, np.ndarray, int]
     if task.options.tail == "drop":
         kept = len(micro_steps) // task.accumulation * task.accumulation
         if kept == 0:
-            raise PlanError(
+            raise TooFewForAStep(
                 f"{len(micro_steps)} full micro-steps of one shape do not fill a step of "
                 f"{task.accumulation}, and "
                 '"tail" is "drop". Use "split", fewer ranks, or more data.'

@@ -27,7 +27,8 @@ class PlanOptions:
         even: a longer one balances better.
     group_by_shape: all ranks of a micro-step run one shape, for models that need it; replaces `mixing`.
     loss_weighting, normalise_by: see weights.py.
-    tail: "split" micro-batches to fill the last step, or "drop" what does not fill one.
+    tail: "split" micro-batches to fill the last step, or "drop" what does not fill one. Under a
+        curriculum only the epoch's end is dropped.
     on_oversize: a sample that memory cannot hold by max_tokens: "keep" it alone and warn, "skip" it, or
         "error".
     mixture: share of an epoch's draws a kind, or a shape as "kind FxHxW"; see population.py. None: as it is.

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from al_deepspeed.errors import PlanError
+from al_deepspeed.errors import PlanError, TooFewForAStep
 from al_deepspeed.scheduling.arrangement import Arrangement, Task
 from al_deepspeed.scheduling.balanced import balanced
 from al_deepspeed.scheduling.baselines import (
@@ -115,32 +115,38 @@ def _arrange_stretches(
 ) -> tuple[IntArray, Arrangement, int]:
     """Arrange stretch after stretch, each from the samples that it admits and no stretch before it used.
 
+    Tail "drop" is about the epoch's end: before, what fills no step joins the next stretch. Where it is all
+    that is admitted, it is split, for without steps the difficulty would not move on.
+
     Returns:
         the order of all samples, those that wait at its end; the micro-batches; how many wait.
     """
     least = max(1, task.options.lookahead // task.accumulation, _steps(task, pool) // STRETCHES)
     stretches = Stretches(task.corpus, curriculum, least)
-    orders, arrangements, placed, lost = [], [], 0, []
+    splitting = replace(task, options=replace(task.options, tail="split"))
+    orders, arrangements, placed, dropped = [], [], 0, pool[:0]
     while len(pool):
         length, limits = stretches.next(step, _steps(task, pool) + 1)
         allowed = admitted(stretches.columns, pool, limits)
         candidates, pool = pool[allowed], pool[~allowed]
         if len(candidates) == 0:
             break
-        if len(candidates) < task.slots and task.options.tail == "drop":
-            lost.append(candidates)
-            continue
-        order, arrangement, left = _arrange_steps(task, candidates, length)
-        steps = len(arrangement.pieces) // task.slots
-        if steps < length:  # no more than this could be made of what is admitted
-            lost.append(left)
-        else:
-            pool = np.concatenate([pool, left])
+        try:
+            order, arrangement, left = _arrange_steps(task, candidates, length)
+        except TooFewForAStep:
+            if len(pool):
+                order, arrangement, left = _arrange_steps(splitting, candidates, length)
+            elif arrangements:
+                dropped = candidates
+                break
+            else:
+                raise
+        pool = np.concatenate([pool, left])
         pieces = replace(arrangement.pieces, first=arrangement.pieces.first + placed)
         arrangements.append(replace(arrangement, pieces=pieces))
         orders.append(order)
         placed += len(order)
-        step += steps
+        step += len(arrangement.pieces) // task.slots
     if not arrangements:
         raise PlanError(
             f"the curriculum admits too few samples at global step {step + 1}: its difficulties are "
@@ -156,7 +162,7 @@ def _arrange_stretches(
         np.concatenate([arrangement.filler for arrangement in arrangements]),
         sum(arrangement.splits for arrangement in arrangements),
     )
-    return np.concatenate([*orders, *lost, pool]).astype(orders[0].dtype), whole, len(pool)
+    return np.concatenate([*orders, dropped, pool]).astype(orders[0].dtype), whole, len(pool)
 
 
 def _arrange_steps(task: Task, ids: IntArray, steps: int) -> tuple[IntArray, Arrangement, IntArray]:
@@ -165,12 +171,16 @@ def _arrange_steps(task: Task, ids: IntArray, steps: int) -> tuple[IntArray, Arr
     while True:
         ids = ids[shuffled(len(ids), task.bits)]
         drawn = len(ids) if share >= 0.8 else int(np.ceil(share * len(ids)))
-        order, arrangement = _arrange(task, np.sort(ids[:drawn]))
-        slots = steps * task.slots
-        if len(arrangement.pieces) >= slots or drawn == len(ids):
-            break
+        try:
+            order, arrangement = _arrange(task, np.sort(ids[:drawn]))
+            if len(arrangement.pieces) >= steps * task.slots or drawn == len(ids):
+                break
+        except TooFewForAStep:
+            if drawn == len(ids):
+                raise
         share *= 2
-    pieces, filler = arrangement.pieces.take(slice(slots)), arrangement.filler[:slots]
+    arrangement = _first_steps(task, arrangement, steps)
+    pieces, filler = arrangement.pieces, arrangement.filler
     used = np.zeros(len(order) + 1, dtype=np.int32)
     used[pieces.first[~filler]] += 1
     used[(pieces.first + pieces.size)[~filler]] -= 1
@@ -178,7 +188,25 @@ def _arrange_steps(task: Task, ids: IntArray, steps: int) -> tuple[IntArray, Arr
     left = np.concatenate([order[unused], ids[drawn:]])
     new_place = np.cumsum(~unused) - 1
     pieces = replace(pieces, first=new_place[pieces.first])
-    return order[~unused], Arrangement(pieces, filler, arrangement.splits), left
+    return order[~unused], replace(arrangement, pieces=pieces), left
+
+
+def _first_steps(task: Task, arrangement: Arrangement, steps: int) -> Arrangement:
+    """At most the first so many steps.
+
+    What completes an arrangement are fillers for less than a step. If a step or more is cut off, real
+    micro-batches of that take their places. With `group_by_shape` these are whole micro-steps; the fillers
+    that a shape with fewer samples than ranks needs stay beside them.
+    """
+    if len(arrangement.pieces) <= steps * task.slots:
+        return arrangement
+    together = task.world_size if task.options.group_by_shape else 1
+    empty = arrangement.filler.reshape(-1, together).all(axis=1)
+    kept = np.arange(steps * task.slots // together)
+    vacant, cut_off = np.flatnonzero(empty[: len(kept)]), np.flatnonzero(~empty[len(kept) :])
+    kept[vacant] = len(kept) + cut_off[: len(vacant)]
+    places = (kept[:, None] * together + np.arange(together)).reshape(-1)
+    return replace(arrangement, pieces=arrangement.pieces.take(places), filler=arrangement.filler[places])
 
 
 def _steps(task: Task, ids: IntArray) -> int:
