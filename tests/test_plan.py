@@ -42,6 +42,14 @@ def assert_sound(plan, corpus):
     assert (plan.step_samples > 0).all()
 
 
+any_plan = settings(
+    max_examples=100,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
 @st.composite
 def any_corpus(draw):
     """1 to 5,000 samples over 1 to 60 shapes of 1 to 1,000 tokens."""
@@ -51,12 +59,7 @@ def any_corpus(draw):
     return corpus_from_samples(*sizes[rng.integers(0, shapes, samples)].T)
 
 
-@settings(
-    max_examples=100,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+@any_plan
 @given(
     corpus=any_corpus(),
     world_size=st.integers(1, 64),
@@ -108,12 +111,7 @@ def test_nothing_is_lost_whatever_the_corpus(
             assert len(np.unique(np.stack([plan.size, plan.bucket]).reshape(2, -1), axis=1).T) <= max_variants
 
 
-@settings(
-    max_examples=100,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+@any_plan
 @given(
     corpus=any_corpus(),
     world_size=st.integers(1, 16),

@@ -16,6 +16,7 @@ from al_deepspeed.patching.nodes import children, descend, is_expression
 from al_deepspeed.patching.norms import Norms, is_role
 from al_deepspeed.patching.scopes import names_in
 from al_deepspeed.patching.values import (
+    SAME_VALUES,
     Attribute,
     Cast,
     Definition,
@@ -38,37 +39,8 @@ from al_deepspeed.patching.values import (
 CASTS = {"float": "float32", "half": "float16", "bfloat16": "bfloat16"}
 DTYPES = frozenset(["float32", "float", "float16", "half", "bfloat16"])
 ARITHMETIC = {"add": Sum, "mul": Product, "multiply": Product}
-VIEWS = frozenset(
-    [
-        "unsqueeze",
-        "squeeze",
-        "view",
-        "reshape",
-        "expand",
-        "expand_as",
-        "chunk",
-        "split",
-        "unbind",
-        "transpose",
-        "permute",
-        "contiguous",
-        "flatten",
-        "unflatten",
-        "narrow",
-        "select",
-        "movedim",
-        "size",
-        "dim",
-        "numel",
-        "tanh",
-        "sigmoid",
-        "clone",
-        "detach",
-        "repeat",
-        "clamp",
-        "clip",
-    ]
-)
+# Methods whose result depends on their receiver alone.
+VIEWS = SAME_VALUES - {"[]"} | {"expand_as", "size", "dim", "numel", "tanh", "sigmoid", "clamp", "clip"}
 
 
 class Evaluator:

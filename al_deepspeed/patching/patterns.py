@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import libcst as cst
 
 from al_deepspeed.patching.values import (
+    SAME_VALUES,
     Cast,
     Definition,
     DType,
@@ -93,33 +94,6 @@ class Residual:
     branch: Value
     gate: Value | None = None
     dtype: DType | None = None
-
-
-# Methods that take `1 +` along: f(1 + scale) is 1 + f(scale).
-SAME_VALUES = frozenset(
-    [
-        "[]",
-        "unsqueeze",
-        "squeeze",
-        "view",
-        "reshape",
-        "expand",
-        "chunk",
-        "split",
-        "unbind",
-        "transpose",
-        "permute",
-        "contiguous",
-        "flatten",
-        "unflatten",
-        "narrow",
-        "select",
-        "movedim",
-        "clone",
-        "detach",
-        "repeat",
-    ]
-)
 
 
 class NoMatch(Exception):

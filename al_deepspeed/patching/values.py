@@ -16,6 +16,32 @@ import libcst as cst
 if TYPE_CHECKING:
     from al_deepspeed.patching.evaluate import Frame
 
+# Methods that take `1 +` along: f(1 + scale) is 1 + f(scale).
+SAME_VALUES = frozenset(
+    [
+        "[]",
+        "unsqueeze",
+        "squeeze",
+        "view",
+        "reshape",
+        "expand",
+        "chunk",
+        "split",
+        "unbind",
+        "transpose",
+        "permute",
+        "contiguous",
+        "flatten",
+        "unflatten",
+        "narrow",
+        "select",
+        "movedim",
+        "clone",
+        "detach",
+        "repeat",
+    ]
+)
+
 
 class Place(NamedTuple):
     """A statement: which block of the function, and where in it."""
