@@ -253,7 +253,7 @@ def test_operands_broadcast_as_written(x, gate, shift, scale, fits):
 def test_expanded_modulation_is_read_as_the_row_that_it_repeats():
     x, scale = torch.randn(5, 2, 8), torch.randn(1, 2, 8).requires_grad_()
     fitted = fit(x, None, None, None, scale.expand_as(x))
-    assert (fitted.layout, tuple(fitted.scale.shape)) == ("sbd", (2, 8))
+    assert (fitted.layout, tuple(fitted.scale.shape)) == ("sbd", (1, 2, 8))
 
 
 def test_branch_and_gate_may_come_either_way_round():

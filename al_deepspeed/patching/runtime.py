@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
@@ -191,8 +191,7 @@ def _given(*operands):
 # dtypes ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Casts:
+class Casts(NamedTuple):
     """What y, the norm's output and the norm's input were cast to; None where there was no cast.
 
     out: "normed" stands for the dtype of the norm's output, before any cast.
