@@ -2,12 +2,12 @@
 # diffusers' Wan 2.1 1.3B patched in memory against unpatched, on one GPU:
 #   bash benchmarks/patched_wan_h200.sh OUT [MINUTES] [tiny]
 # Writes OUT/patched_wan.{json,png,txt,log}, and OUT/build.log of the kernels, which compile beside the first curves.
-# After MINUTES (default 3) nothing new begins and what runs is cut off; the report covers what there is. Exit code 1
+# After MINUTES (default 7; the H200 took 4 min 15 s) nothing new begins and what runs is cut off; the report covers what there is. Exit code 1
 # when the curves differ by more than noise or a figure is missing. `tiny`: the same path on a CPU.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=$(mkdir -p "$1" && cd "$1" && pwd)
-seconds=$(python3 -c "import sys; print(round(60 * float(sys.argv[1])))" "${2:-3}")
+seconds=$(python3 -c "import sys; print(round(60 * float(sys.argv[1])))" "${2:-7}")
 size=${3:-1.3b}
 trap 'rm -f /dev/shm/deepspeed_allreduce_buffer_*_29810_*' EXIT
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
