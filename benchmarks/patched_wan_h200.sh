@@ -2,8 +2,9 @@
 # diffusers' Wan 2.1 1.3B patched in memory against unpatched, on one GPU:
 #   bash benchmarks/patched_wan_h200.sh OUT [MINUTES] [tiny]
 # Writes OUT/patched_wan.{json,png,txt,log}, and OUT/build.log of the kernels, which compile beside the first curves.
-# After MINUTES (default 7; the H200 took 4 min 15 s) nothing new begins and what runs is cut off; the report covers what there is. Exit code 1
-# when the curves differ by more than noise or a figure is missing. `tiny`: the same path on a CPU.
+# After MINUTES (default 7; an H200 took 4 min 15 s) nothing new begins and what runs is cut off; the report covers what
+# there is. Exit code 1 when the curves differ by more than noise or a figure is missing. `tiny`: the same path on a
+# CPU.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=$(mkdir -p "$1" && cd "$1" && pwd)
