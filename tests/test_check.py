@@ -1,10 +1,13 @@
 """`calibrate --check`: measured beside predicted. Its launch is in test_calibrate_command.py."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
-from al_deepspeed.calibration.check import Check, Request, checked, read_points, summary
+from al_deepspeed.calibration import check as checks
+from al_deepspeed.calibration.check import Check, Drift, Request, Result, checked, read_points, summary, table
 from al_deepspeed.calibration.file import Calibration, Setting
 from al_deepspeed.calibration.memory import MemoryFit
 from al_deepspeed.calibration.points import OUT_OF_MEMORY, Point
@@ -56,6 +59,52 @@ def test_a_point_is_tried_up_to_the_predicted_limit():
     assert Check(meter=None, calibration=unknown, limit_gb=7.71, record=print).fits(
         Request(99, (1, 2, 3), 1000)
     )
+
+
+class Pace:
+    """A meter whose times are given, in the order that it is asked for them."""
+
+    prepared = True
+    elapsed_s = 0.0
+
+    def __init__(self, *times: float) -> None:
+        self.times, self.asked = list(times), []
+
+    def measure(self, batch_size, shape, tokens, deadline_s) -> Point:
+        self.asked.append((batch_size, tokens))
+        return Point(batch_size, tokens, self.times.pop(0), shape=shape)
+
+
+@pytest.fixture
+def one_process(monkeypatch):
+    """No process group, no store."""
+    monkeypatch.setattr(checks, "Alarm", lambda finish: nullcontext(Quiet()))
+    monkeypatch.setattr(checks, "closing", lambda alarm: alarm)
+    monkeypatch.setattr(checks.dist, "get_rank", lambda: 0)
+
+
+class Quiet:
+    def guards(self, *point):
+        return nullcontext()
+
+
+def test_the_smallest_scanned_point_is_measured_again_before_and_after(one_process):
+    """Scanned in 10 ms, it takes 12 before the points and 11 after them."""
+    scanned = (Point(2, 1000, 40.0, shape=(1, 4, 5)), Point(3, 16, 10.0, shape=(1, 8, 8)), Point(1, 1, 5.0))
+    calibration = replace(CALIBRATION, points=scanned)
+    pace, recorded = Pace(12.0, 21.0, 11.0), []
+    result = Check(pace, calibration, None, recorded.append).run([Request(2, (1, 2, 3), 500)])
+    assert pace.asked == [(3, 16), (2, 500), (3, 16)]
+    assert result.drift == Drift(3, 16, (1, 8, 8), scan_ms=10.0, before_ms=12.0, after_ms=11.0)
+    assert recorded[0].drift.after_ms is None and [row.ms for row in result.rows] == [21.0]
+    console = Console(width=150, record=True)
+    console.print(table(result))
+    line = "B = 3, S = 16 took 10.0 ms in the scan, 12.0 ms before these points (+20.0%), 11.0 ms after them"
+    assert line in " ".join(console.export_text().split())
+
+
+def test_a_table_of_points_without_shapes_has_no_drift():
+    assert Check(None, CALIBRATION, None, print)._result == Result()
 
 
 def test_points_are_read_with_their_tokens(tmp_path):

@@ -2,11 +2,14 @@
 
 A calibration's own errors are of points that its scan chose. Here the user chooses: pairs that were not
 scanned, shapes that the corpus does not have. A point that is predicted not to fit into memory is not tried.
+
+A machine's own pace drifts, above all the host's, which sets the time of small micro-batches. So the scan's
+smallest point is measured again before these points and after them: what it is off by, no form could predict.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +20,7 @@ from rich.table import Table
 from al_deepspeed.calibration.alarm import Alarm, failed_point
 from al_deepspeed.calibration.file import Calibration
 from al_deepspeed.calibration.measure import Meter
-from al_deepspeed.calibration.points import MEASURED, Point, read_csv, whole_number
+from al_deepspeed.calibration.points import MEASURED, Point, measured, read_csv, whole_number
 from al_deepspeed.calibration.workload import Shape, read_shape
 from al_deepspeed.errors import CalibrationError
 from al_deepspeed.scheduling.shapes import latent_tokens
@@ -60,6 +63,7 @@ class Checked:
     status: str
     scanned: bool
     repeats: int
+    repeat_ms: tuple[float, ...]
     ms: float | None
     predicted_ms: float
     ms_error: float | None
@@ -69,6 +73,35 @@ class Checked:
     reserved_GB: float | None
     predicted_reserved_GB: float | None
     reserved_error: float | None
+
+
+@dataclass(frozen=True)
+class Drift:
+    """A scanned point, and what it took again before a check's points and after them; None until then."""
+
+    B: int
+    S: int
+    shape: Shape
+    scan_ms: float
+    before_ms: float | None = None
+    after_ms: float | None = None
+
+
+def smallest_scanned(calibration: Calibration) -> Drift | None:
+    """The least load of a scan, whose time is the host's; None where the scan's shapes are unknown."""
+    points = [point for point in measured(calibration.points) if point.shape is not None]
+    if not points:
+        return None
+    least = min(points, key=lambda point: point.batch_size * point.tokens)
+    return Drift(least.batch_size, least.tokens, least.shape, least.ms)
+
+
+@dataclass(frozen=True)
+class Result:
+    """rows: a point each, in the order asked for. drift: of the machine since the scan."""
+
+    rows: tuple[Checked, ...] = ()
+    drift: Drift | None = None
 
 
 def checked(point: Point, calibration: Calibration) -> Checked:
@@ -84,6 +117,7 @@ def checked(point: Point, calibration: Calibration) -> Checked:
         status=point.status,
         scanned=pair in {(other.batch_size, other.tokens) for other in calibration.points},
         repeats=point.repeats if point.status == MEASURED else 0,
+        repeat_ms=point.repeat_ms,
         ms=point.ms,
         predicted_ms=ms,
         ms_error=_error(ms, point.ms),
@@ -122,7 +156,7 @@ class Check:
 
     Args:
         limit_gb: what a point may be predicted to reserve; None where the capacity is unknown.
-        record: called on rank 0 with all rows after each point.
+        record: called on rank 0 with the result so far after each point.
     """
 
     def __init__(
@@ -130,21 +164,29 @@ class Check:
         meter: Meter,
         calibration: Calibration,
         limit_gb: float | None,
-        record: Callable[[list[Checked]], None],
+        record: Callable[[Result], None],
     ) -> None:
         self._meter, self._calibration, self._limit_gb, self._record = meter, calibration, limit_gb, record
-        self._rows: list[Checked] = []
+        self._result = Result(drift=smallest_scanned(calibration))
 
-    def run(self, requests: Sequence[Request]) -> list[Checked]:
+    def run(self, requests: Sequence[Request]) -> Result:
         """Measures every point that fits. Collective."""
         with closing(Alarm(self._end_early)) as alarm:
             smallest = min(requests, key=lambda request: request.batch_size * request.tokens)
             if not self._meter.prepared:  # a scan in the same launch has done so
                 with alarm.guards(smallest.batch_size, smallest.shape, smallest.tokens):
                     self._meter.prepare(smallest.batch_size, smallest.shape)
+            self._look_at_drift("before_ms", alarm)
             for request in requests:
                 self._note(self._point(request, alarm))
-        return self._rows
+            self._look_at_drift("after_ms", alarm)
+        return self._result
+
+    def _look_at_drift(self, when: str, alarm: Alarm) -> None:
+        drift = self._result.drift
+        if drift is not None:
+            point = self._point(Request(drift.B, drift.shape, drift.S), alarm)
+            self._result = replace(self._result, drift=replace(drift, **{when: point.ms}))
 
     def _point(self, request: Request, alarm: Alarm) -> Point:
         pair = (request.batch_size, request.tokens)
@@ -162,37 +204,39 @@ class Check:
         return bool(memory.peak_gb(request.batch_size, request.tokens) <= self._limit_gb)
 
     def _note(self, point: Point) -> None:
-        self._rows.append(checked(point, self._calibration))
+        rows = (*self._result.rows, checked(point, self._calibration))
+        self._result = replace(self._result, rows=rows)
         if dist.get_rank() == 0:
-            self._record(self._rows)
+            self._record(self._result)
 
     def _end_early(self, failure: dict) -> int:
         self._note(failed_point(failure))
         return 1
 
 
-def to_dict(rows: Sequence[Checked]) -> dict:
+def to_dict(result: Result) -> dict:
     """The result as JSON takes it."""
-    return {**summary(rows), "checked": [asdict(row) for row in rows]}
+    drift = result.drift and asdict(result.drift)
+    return {**summary(result.rows), "drift": drift, "checked": [asdict(row) for row in result.rows]}
 
 
-def table(rows: Sequence[Checked]) -> RenderableType:
+def table(result: Result) -> RenderableType:
     """Measured beside predicted, and the errors in one line."""
-    result = Table(title="check: measured against predicted", title_justify="left", caption=_caption(rows))
+    shown = Table(title="check: measured against predicted", title_justify="left", caption=_caption(result))
     for name in ("B", "shape", "S", "ms", "predicted", "off", "peak GB", "predicted", "off", "reserved off"):
-        result.add_column(name, justify="right")
-    for row in rows:
-        result.add_row(
+        shown.add_column(name, justify="right")
+    for row in result.rows:
+        shown.add_row(
             *(str(row.B), "x".join(map(str, row.shape)), str(row.S)),
             *(row.status if row.ms is None else f"{row.ms:.2f}", f"{row.predicted_ms:.2f}"),
             *(_percent(row.ms_error), _gb(row.peak_GB), _gb(row.predicted_peak_GB)),
             *(_percent(row.peak_error), _percent(row.reserved_error)),
         )
-    return result
+    return shown
 
 
-def _caption(rows: Sequence[Checked]) -> str:
-    figures = summary(rows)
+def _caption(result: Result) -> str:
+    figures = summary(result.rows)
     named = {
         "time: median": "median_ms_error",
         "90th": "p90_ms_error",
@@ -201,7 +245,19 @@ def _caption(rows: Sequence[Checked]) -> str:
         "reserved: worst": "worst_reserved_error",
     }
     errors = (f"{name} {figures[key]:.2%}" for name, key in named.items() if figures[key] is not None)
-    return f"{figures['points']} points that were not scanned; errors: {', '.join(errors)}"
+    line = f"{figures['points']} points that were not scanned; errors: {', '.join(errors)}"
+    return line if result.drift is None else f"{line}\n{_drift_line(result.drift)}"
+
+
+def _drift_line(drift: Drift) -> str:
+    again = {"before these points": drift.before_ms, "after them": drift.after_ms}
+    taken = (
+        f"{ms:.1f} ms {when} ({_percent(ms / drift.scan_ms - 1)})"
+        for when, ms in again.items()
+        if ms is not None
+    )
+    pair = f"B = {drift.B}, S = {drift.S}"
+    return f"the machine: {pair} took {drift.scan_ms:.1f} ms in the scan, {', '.join(taken)}"
 
 
 def _percent(error: float | None) -> str:

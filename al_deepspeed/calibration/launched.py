@@ -14,6 +14,7 @@ from al_deepspeed.agreement import together
 from al_deepspeed.calibration import assemble, check, file, scan, show
 from al_deepspeed.calibration.arguments import parser
 from al_deepspeed.calibration.measure import Meter
+from al_deepspeed.calibration.points import Point
 from al_deepspeed.calibration.setting import current_setting, scan_config
 from al_deepspeed.calibration.workload import Shape, load_factory
 from al_deepspeed.config import load_config
@@ -162,7 +163,7 @@ def _scan(meter: Meter, arguments: argparse.Namespace, task: Task, setting: file
     def record(progress: scan.Progress) -> None:
         progress.save(setting, beside)
         point = progress.points[-1]
-        took = point.status if point.ms is None else f"{point.ms:.1f} ms, {point.repeats} repeat(s)"
+        took = point.status if point.ms is None else f"{point.ms:.1f} ms, {_repeats(point)}"
         print(
             f"[{progress.used_s:.0f} of {arguments.budget:.0f} s] {len(progress.points)} points; "
             f"B = {point.batch_size}, S = {point.tokens}: {took}",
@@ -181,6 +182,12 @@ def _scan(meter: Meter, arguments: argparse.Namespace, task: Task, setting: file
     return file.parse_calibration(result[0], str(arguments.out))
 
 
+def _repeats(point: Point) -> str:
+    if len(point.repeat_ms) < 2:
+        return f"{point.repeats} repeat(s)"
+    return f"{point.repeats} repeats from {min(point.repeat_ms):.1f} to {max(point.repeat_ms):.1f}"
+
+
 def _check(
     meter: Meter,
     calibration: file.Calibration,
@@ -191,16 +198,20 @@ def _check(
     """Measures the points to be checked; rank 0 writes and prints what came of them."""
     warnings = calibration.mismatches(setting)
 
-    def record(rows: list[check.Checked]) -> None:
-        file.write_json({"warnings": warnings, **check.to_dict(rows)}, arguments.check_out)
-        print(f"checked {len(rows)} of {len(task.requests)} points", flush=True)
+    def write(result: check.Result) -> None:
+        file.write_json({"warnings": warnings, **check.to_dict(result)}, arguments.check_out)
+
+    def record(result: check.Result) -> None:
+        write(result)
+        print(f"checked {len(result.rows)} of {len(task.requests)} points", flush=True)
 
     limit_gb = arguments.memory_fraction * (arguments.capacity_gb or meter.capacity_gb())
-    rows = check.Check(meter, calibration, limit_gb, record).run(task.requests)
+    result = check.Check(meter, calibration, limit_gb, record).run(task.requests)
     if dist.get_rank() == 0:
+        write(result)
         for warning in warnings:
             print(f"warning: {warning}", file=sys.stderr)
-        show.terminal().print(check.table(rows))
+        show.terminal().print(check.table(result))
         print(f"check written to {arguments.check_out}")
 
 

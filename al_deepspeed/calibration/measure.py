@@ -102,6 +102,7 @@ class Meter:
             pass_gb=_known(pass_gb),
             shape=shape,
             repeats=len(times),
+            repeat_ms=tuple(map(float, slowest)),
         )
 
     def run(self, batch: Any, loss: Any) -> list[float]:
