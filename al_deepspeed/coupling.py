@@ -17,7 +17,7 @@ from deepspeed.utils import logger
 from al_deepspeed.agreement import differing_names, together
 from al_deepspeed.calibration.file import Calibration
 from al_deepspeed.calibration.recalibration import recalibrate, recall
-from al_deepspeed.config import DualConstraintBatching
+from al_deepspeed.config_sections import DualConstraintBatching
 from al_deepspeed.errors import ConfigError, PlanError
 from al_deepspeed.groups import DataRanks
 from al_deepspeed.inputs import cost_and_limits

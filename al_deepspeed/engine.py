@@ -25,12 +25,12 @@ from al_deepspeed.build_locks import told_of_build_locks
 from al_deepspeed.calibration.setting import current_setting
 from al_deepspeed.config import (
     BATCHING_KEY,
-    FusedAdaLN,
     Settings,
     load_config,
     read_config,
     with_one_micro_batch,
 )
+from al_deepspeed.config_sections import FusedAdaLN
 from al_deepspeed.coupling import Coupling
 from al_deepspeed.errors import ConfigError
 from al_deepspeed.groups import DataRanks, data_ranks

@@ -10,7 +10,8 @@ from pathlib import Path
 from torch.utils.data import Dataset
 
 from al_deepspeed.calibration.file import Calibration, read_calibration
-from al_deepspeed.config import BATCHING_KEY, DualConstraintBatching
+from al_deepspeed.config import BATCHING_KEY
+from al_deepspeed.config_sections import DualConstraintBatching
 from al_deepspeed.data.manifest import Manifest, read_manifest
 from al_deepspeed.errors import AdaptiveLoadError, ConfigError
 from al_deepspeed.scheduling.constraints import Limits

@@ -18,7 +18,7 @@ from small_corpus import make_corpus
 
 from al_deepspeed import cli
 from al_deepspeed.calibration.file import read_calibration
-from al_deepspeed.config import DualConstraintBatching
+from al_deepspeed.config_sections import DualConstraintBatching
 from al_deepspeed.inputs import cost_and_limits
 
 SCAN = Path(__file__).parent / "data" / "h200_wan1.3b_6layer_scan.csv"

@@ -9,11 +9,11 @@ import pytest
 from al_deepspeed.config import (
     BATCHING_KEY,
     SAMPLING_KEY,
-    DualConstraintBatching,
     load_config,
     read_config,
     with_one_micro_batch,
 )
+from al_deepspeed.config_sections import DualConstraintBatching
 from al_deepspeed.errors import ConfigError
 
 BATCHING = {"enabled": True, "manifest": "m.parquet", "max_tokens": 16384, "max_cost": 1e8, "exponent": 2.0}

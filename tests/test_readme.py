@@ -7,7 +7,8 @@ import shlex
 from pathlib import Path
 
 from al_deepspeed.cli import COMMANDS
-from al_deepspeed.config import DualConstraintBatching, read_config
+from al_deepspeed.config import read_config
+from al_deepspeed.config_sections import DualConstraintBatching
 
 REPOSITORY = Path(__file__).parent.parent
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
