@@ -97,11 +97,7 @@ def adaln(
         return _adaln(norm, x, shift, scale, casts)
 
     operands = (norm, x, *_given(shift, scale))
-    if not are_as_read(helpers):
-        return otherwise(*operands)
-    if original is not None and _checking.checker is not None:
-        return _checking.checker(site, original, fused, operands)
-    return fused(*operands)
+    return _at_site(fused, operands, helpers, otherwise, site, original)
 
 
 def residual_adaln(
@@ -137,11 +133,7 @@ def residual_adaln(
         return _residual_adaln(norm, residual, branch, gate, shift, scale, sum_dtype, casts)
 
     operands = (norm, residual, branch, *_given(gate, shift, scale))
-    if not are_as_read(helpers):
-        return otherwise(*operands)
-    if original is not None and _checking.checker is not None:
-        return _checking.checker(site, original, fused, operands)
-    return fused(*operands)
+    return _at_site(fused, operands, helpers, otherwise, site, original)
 
 
 def gated_residual(
@@ -164,11 +156,7 @@ def gated_residual(
             residual, branch, gate, dtype_of(residual_dtype) or promoted(residual, branch, gate)
         )
 
-    if not are_as_read(helpers):
-        return otherwise(residual, branch, gate)
-    if original is not None and _checking.checker is not None:
-        return _checking.checker(site, original, fused, (residual, branch, gate))
-    return fused(residual, branch, gate)
+    return _at_site(fused, (residual, branch, gate), helpers, otherwise, site, original)
 
 
 def cast(value: Tensor, dtype: DTypeLike) -> Tensor:
@@ -179,6 +167,14 @@ def cast(value: Tensor, dtype: DTypeLike) -> Tensor:
 def then(first: Tensor, following: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """For the originals: a new residual, and what follows from it."""
     return first, following(first)
+
+
+def _at_site(fused, operands, helpers, otherwise, site, original):
+    if not are_as_read(helpers):
+        return otherwise(*operands)
+    if original is not None and _checking.checker is not None:
+        return _checking.checker(site, original, fused, operands)
+    return fused(*operands)
 
 
 def _given(*operands):
