@@ -181,8 +181,8 @@ class Coupling(Listener):
         self._sampler.advance(plan.accumulation)
         self._begin_step()
         if self._sampler.epoch > epoch and self._batching.recalibrate == "epoch":
-            run_dir, world_size = Path(self._batching.run_dir), self._sampler.world_size
-            self._plan_by(recalibrate(self._calibration, run_dir, self._sampler.corpus, world_size, epoch))
+            run_dir, world = Path(self._batching.run_dir), (self._sampler.world_size, plan.accumulation)
+            self._plan_by(recalibrate(self._calibration, run_dir, self._sampler.corpus, world, epoch))
 
     def _plan_by(self, calibration: Calibration) -> None:
         """From the next plan on."""

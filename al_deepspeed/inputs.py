@@ -58,7 +58,8 @@ def cost_and_limits(
             "knew no memory capacity. Give max_tokens, the B*S that a rank's memory holds."
         )
     max_cost = batching.max_cost or calibration.max_cost
-    return calibration.cost, Limits(max_tokens=max_tokens, max_cost=max_cost, exponent=batching.exponent)
+    limits = Limits(max_tokens, max_cost, batching.exponent, step_cost=calibration.step_ms or 0.0)
+    return calibration.cost, limits
 
 
 def _named(key: str, path: str, read):

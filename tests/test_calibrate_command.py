@@ -193,6 +193,8 @@ def test_a_scan_of_the_trainers_model_on_two_ranks_and_a_slow_one_shows_as_sprea
     pairs = {(point["B"], point["S"]) for point in row["points"]}
     assert {(1, 4), (1, 80), (2, 4), (2, 80)} <= pairs  # the corners
     assert all(point["ms"] >= 150 for point in row["points"])
+    assert 0 < row["step_ms"] < 150  # the optimizer's, which nothing slows
+    assert row["accumulation"] == DS_CONFIG["gradient_accumulation_steps"]
     lags = [point["rank_ms"][1] - point["rank_ms"][0] for point in row["points"] if point["rank_ms"]]
     assert lags and np.median(lags) > 90
     assert row["spread"] > 0.1
@@ -205,6 +207,8 @@ def test_a_scan_of_the_trainers_model_on_two_ranks_and_a_slow_one_shows_as_sprea
         assert point["ms"] >= 150
         assert point["ms_error"] == pytest.approx(point["predicted_ms"] / point["ms"] - 1)
     assert check["worst_ms_error"] == abs(check["checked"][0]["ms_error"])
+    assert (check["drift"]["B"], check["drift"]["S"]) == (1, 4)
+    assert min(check["drift"][name] for name in ("scan_ms", "before_ms", "after_ms")) >= 150
 
     calibration = read_calibration(tmp_path / "calibration.json")
     batching = DualConstraintBatching(

@@ -81,9 +81,36 @@ def test_a_file_reads_back_as_it_was_written(calibration, tmp_path):
     assert [file.name for file in path.parent.iterdir()] == ["calibration.json"]
 
 
+def test_a_file_from_before_a_steps_own_time_was_kept_is_read(calibration, tmp_path):
+    """Not measured is not invented: None, and M_comp is chosen without it."""
+    row = calibration.to_dict()
+    del row["step_ms"], row["accumulation"]
+    for one in row["points"]:
+        del one["step_ms"], one["repeat_ms"]
+    (tmp_path / "calibration.json").write_text(json.dumps(row))
+    assert read_calibration(tmp_path / "calibration.json") == calibration
+    assert calibration.step_ms is None
+
+
+def test_a_steps_own_time_is_the_median_of_the_points_and_counts_in_m_comp():
+    """At 1 s a step, six times what the longest sample takes, fewer and larger micro-batches pay."""
+    scan = [
+        point(b, s, step_ms=t) for b in (1, 2, 4) for s, t in ((256, 900.0), (1024, 1000.0), (4096, None))
+    ]
+    slow = calibrate([*scan, point(1, 16384, step_ms=5000.0)], HERE, max_tokens=400_000)
+    assert slow.step_ms == 1000.0
+    corpus = corpus_from_samples(np.repeat([1, 16], 500), np.repeat([32, 64], 500), np.repeat([32, 64], 500))
+    chosen = with_budget(slow, corpus, world_size=16, accumulation=2)
+    assert (chosen.world_size, chosen.accumulation) == (16, 2)
+    free = with_budget(replace(slow, step_ms=None), corpus, world_size=16, accumulation=2)
+    assert chosen.max_cost > free.max_cost
+    assert chosen.curve[-1][1] < free.curve[-1][1]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (lambda row: {**row, "step_ms": -1.0}, "step_ms is -1.0"),
         (lambda row: {**row, "schema_version": 99}, "schema_version 99; this version reads 2"),
         (lambda row: {key: row[key] for key in row if key != "schema_version"}, "schema_version None"),
         (lambda row: {key: row[key] for key in row if key != "exponent"}, "key 'exponent' is missing"),
@@ -124,11 +151,11 @@ def test_another_model_device_or_stage_is_a_reason_to_warn(calibration):
 
 
 def test_m_comp_for_a_corpus(calibration):
-    """Short and long samples: the budget is the curve's best, and a long sample alone stays within it."""
+    """Short and long samples: no budget is better, and a long sample alone stays within it."""
     corpus = corpus_from_samples(np.repeat([1, 16], 500), np.repeat([32, 64], 500), np.repeat([32, 64], 500))
     chosen = with_budget(replace(calibration, max_tokens=400_000), corpus, world_size=16)
     budgets, rates = zip(*chosen.curve, strict=True)
-    assert chosen.max_cost == budgets[int(np.argmax(rates))]
+    assert rates[budgets.index(chosen.max_cost)] >= 0.999 * max(rates)
     assert chosen.max_cost >= calibration.cost.cost(1, 16384) * 0.999
     assert budget_warnings(chosen, corpus) == []
 
@@ -279,6 +306,7 @@ def telemetry_lines(slower: float, steps: int = 60) -> list[dict]:
                 "sequence_length": tokens.tolist(),
                 "predicted_cost": cost.tolist(),
                 "measured_ms": measured.tolist(),
+                "optimizer_ms": [40.0, 50.0],
                 "peak_memory_bytes": (1e9 * (10 + 1e-3 * load)).astype(int).tolist(),
             }
         )
@@ -298,6 +326,7 @@ def test_a_run_that_was_slower_moves_the_calibration(calibration):
     assert after.cost.cost(1, 256) == pytest.approx(1.1 * TRUTH.floor, rel=0.02)  # only the scan showed it
     assert after.max_tokens == calibration.max_tokens
     assert after.max_cost is None
+    assert after.step_ms == 50.0  # the run's, not the scan's: the slowest rank's optimizer step
     assert after.setting == calibration.setting
 
 

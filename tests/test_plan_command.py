@@ -102,7 +102,7 @@ def test_a_rounded_floor_above_all_costs_is_no_hindrance(tmp_path, monkeypatch, 
         cost = RooflineCost(
             intercept=3.2, text=0.2, linear=0.005, quadratic=3e-7, floor=170.0, sharpness=23.1
         )
-        max_tokens = max_cost = exponent = None
+        max_tokens = max_cost = exponent = step_ms = None
 
     monkeypatch.setattr(calibration_file, "read_calibration", lambda path: Found)
     path = tmp_path / "one.csv"
@@ -125,7 +125,7 @@ def test_a_calibration_gives_cost_and_limits_and_the_command_line_overrules_them
     manifest, tmp_path, monkeypatch
 ):
     class Found:
-        cost, max_tokens, max_cost, exponent = WAN, None, 2100.0, 1.9
+        cost, max_tokens, max_cost, exponent, step_ms = WAN, None, 2100.0, 1.9, 30.0
 
     monkeypatch.setattr(calibration_file, "read_calibration", lambda path: Found)
     arguments = ["--manifest", manifest, "--calibration", "calibration.json", "--world-size", 4, "--json"]

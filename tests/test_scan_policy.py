@@ -113,7 +113,7 @@ class SimulatedMeter(Meter):
         passes = device.pass_gb(*batch) * (1 + 0.003 * own[0])
         reserved = device.reserved_gb(*batch) * (1 + 0.01 * own[1])
         peak = max(passes, device.optimizer_gb)
-        return [ms, self._now_s, passes, peak, max(peak, reserved)]
+        return [ms, self._now_s, passes, peak, max(peak, reserved), np.nan]
 
     def _gathered(self, row):
         return np.array([row])

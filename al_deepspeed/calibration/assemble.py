@@ -10,7 +10,7 @@ from al_deepspeed.calibration.fit import PAPER, choose, fit_all
 from al_deepspeed.calibration.memory import MemoryFit, fit_memory
 from al_deepspeed.calibration.points import Point, columns, measured
 from al_deepspeed.errors import CalibrationError
-from al_deepspeed.scheduling.budget import best_max_cost
+from al_deepspeed.scheduling.budget import Deal, best_max_cost
 from al_deepspeed.scheduling.shapes import Corpus
 
 MEMORY_FRACTION = 0.92
@@ -46,6 +46,7 @@ def calibrate(
     reserved = fit_memory(data.batch_size, data.tokens, data.reserved_gb)
     shortest = int(data.tokens.min())
     spreads = [point.spread for point in points if len(point.rank_ms) > 1]
+    steps = [point.step_ms for point in points if point.step_ms is not None]
     return Calibration(
         cost=chosen.cost,
         max_tokens=max_tokens
@@ -57,6 +58,7 @@ def calibrate(
         reserved=reserved,
         memory_fraction=memory_fraction,
         spread=float(np.median(spreads)) if spreads else None,
+        step_ms=float(np.median(steps)) if steps else None,
         setting=setting,
         fits=tuple(fit.to_dict() for fit in fits),
         points=tuple(points),
@@ -94,7 +96,9 @@ def with_capacity(calibration: Calibration, capacity_gb: float | None, fraction:
     return replace(calibration, max_tokens=tokens, memory_fraction=fraction, setting=setting)
 
 
-def with_budget(calibration: Calibration, corpus: Corpus, world_size: int) -> Calibration:
+def with_budget(
+    calibration: Calibration, corpus: Corpus, world_size: int, accumulation: int = 1
+) -> Calibration:
     """The calibration with M_comp chosen for a corpus: most predicted tokens/s under `dual_constraint`."""
     if calibration.max_tokens is None:
         raise CalibrationError(
@@ -103,8 +107,17 @@ def with_budget(calibration: Calibration, corpus: Corpus, world_size: int) -> Ca
         )
     if world_size < 1:
         raise CalibrationError(f"world_size is {world_size}; allowed: at least 1, the data-parallel ranks R.")
-    max_cost, curve = best_max_cost(corpus, calibration.cost, calibration.max_tokens, world_size)
-    return replace(calibration, max_cost=float(max_cost), world_size=world_size, curve=tuple(curve))
+    if accumulation < 1:
+        raise CalibrationError(f"accumulation is {accumulation}; allowed: at least 1, micro-steps a step, G.")
+    deal = Deal(world_size=world_size, accumulation=accumulation, step_cost=calibration.step_ms or 0.0)
+    max_cost, curve = best_max_cost(corpus, calibration.cost, calibration.max_tokens, deal)
+    return replace(
+        calibration,
+        max_cost=float(max_cost),
+        world_size=world_size,
+        accumulation=accumulation,
+        curve=tuple(curve),
+    )
 
 
 def budget_warnings(calibration: Calibration, corpus: Corpus) -> list[str]:

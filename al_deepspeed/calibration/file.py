@@ -43,6 +43,8 @@ class Calibration:
     max_cost: None until chosen for a corpus and `world_size` ranks; the planner then chooses it itself.
     paper: the fit of the paper's form, which gives p and its M_comp.
     spread: median over points of the rank-to-rank spread; None with one rank.
+    step_ms: median over points of what a step takes beside its micro-batches, its optimizer step above all;
+        None where that was not measured. world_size, accumulation: R and G that max_cost was chosen for.
     curve: (max_cost, predicted tokens a second) pairs that max_cost was chosen from; empty before.
     """
 
@@ -58,7 +60,9 @@ class Calibration:
     setting: Setting
     fits: tuple[Mapping, ...]
     points: tuple[Point, ...]
+    step_ms: float | None = None
     world_size: int | None = None
+    accumulation: int | None = None
     curve: tuple[tuple[float, float], ...] = ()
 
     @property
@@ -83,10 +87,12 @@ class Calibration:
             "reserved": self.reserved and self.reserved.to_dict(),
             "memory_fraction": self.memory_fraction,
             "spread": self.spread,
+            "step_ms": self.step_ms,
             **{field.name: getattr(self.setting, field.name) for field in fields(Setting)},
             "fits": [dict(fit) for fit in self.fits],
             "points": [point.to_dict() for point in self.points],
             "world_size": self.world_size,
+            "accumulation": self.accumulation,
             "curve": [list(pair) for pair in self.curve],
         }
 
@@ -105,7 +111,9 @@ class Calibration:
             setting=Setting(**{field.name: row[field.name] for field in fields(Setting)}),
             fits=tuple(row["fits"]),
             points=tuple(Point.from_dict(point) for point in row["points"]),
+            step_ms=row.get("step_ms"),  # files made before these were kept hold neither
             world_size=row["world_size"],
+            accumulation=row.get("accumulation"),
             curve=tuple((cost, rate) for cost, rate in row["curve"]),
         )
 
@@ -153,6 +161,8 @@ def parse_calibration(row: object, source: str) -> Calibration:
         calibration = Calibration.from_dict(row)
         if not _is_positive(calibration.exponent):
             raise ValueError(f"exponent is {calibration.exponent!r}")
+        if calibration.step_ms is not None and not calibration.step_ms >= 0:
+            raise ValueError(f"step_ms is {calibration.step_ms!r}")
         if not any(point.ms for point in calibration.points):
             raise ValueError("no point was measured")
     except (KeyError, TypeError, ValueError, AttributeError, AdaptiveLoadError) as error:

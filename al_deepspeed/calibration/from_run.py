@@ -45,20 +45,30 @@ def read_run(run_dir: Path) -> list[Point]:
 
 
 def run_points(lines: Iterable[Mapping]) -> list[Point]:
-    """The median time and the highest memory of each (B, S); the first steps, which warm up, left out."""
-    times, peaks = defaultdict(list), defaultdict(list)
+    """The median times and the highest memory of each (B, S); the first steps, which warm up, left out.
+
+    The optimizer's time belongs to a step, not to a pair: each of its pairs has it.
+    """
+    times, steps, peaks = defaultdict(list), defaultdict(list), defaultdict(list)
     for line in list(lines)[WARM_UP_STEPS:]:
         batch_size, tokens = np.asarray(line["batch_size"]), np.asarray(line["sequence_length"])
         predicted, taken = np.asarray(line["predicted_cost"]), np.asarray(line["measured_ms"])
         for micro_step, rank in enumerate(predicted.argmax(axis=1)):
             pair = (int(batch_size[micro_step, rank]), int(tokens[micro_step, rank]))
             times[pair].append(taken[micro_step].max())
+            steps[pair].append(max(line["optimizer_ms"]))
         fullest = (batch_size * tokens).argmax(axis=0)
         for rank, peak in enumerate(line["peak_memory_bytes"]):
             pair = (int(batch_size[fullest[rank], rank]), int(tokens[fullest[rank], rank]))
             peaks[pair].append(peak / GB)
     return [
-        Point(*pair, float(np.median(ms)), peak_gb=max(peaks[pair], default=None), repeats=len(ms))
+        Point(
+            *pair,
+            float(np.median(ms)),
+            peak_gb=max(peaks[pair], default=None),
+            repeats=len(ms),
+            step_ms=float(np.median(steps[pair])),
+        )
         for pair, ms in sorted(times.items())
     ]
 
@@ -73,7 +83,7 @@ def refit(points: list[Point], before: Calibration | None = None, *, form: str =
     shown = {(point.batch_size, point.tokens) for point in points}
     kept = [point for point in measured(before.points) if (point.batch_size, point.tokens) not in shown]
     ratio = run_ratio(points, before)
-    scaled = [replace(point, ms=point.ms * ratio) for point in kept]
+    scaled = [replace(point, ms=point.ms * ratio, step_ms=None, repeat_ms=()) for point in kept]
     after = calibrate([*points, *scaled], before.setting, form=form, memory_fraction=before.memory_fraction)
     return replace(after, max_tokens=before.max_tokens, reserved=before.reserved, spread=before.spread)
 

@@ -103,7 +103,7 @@ def calibration_of(
     )
     if task.corpus is None or result.max_tokens is None:
         return result
-    return assemble.with_budget(result, task.corpus, arguments.world_size)
+    return assemble.with_budget(result, task.corpus, arguments.world_size, arguments.accumulation)
 
 
 def publish(result: file.Calibration, arguments: argparse.Namespace, corpus: Corpus | None) -> None:
@@ -127,6 +127,7 @@ def run(arguments: argparse.Namespace) -> None:
     )
     engine.train()
     arguments.world_size = arguments.world_size or data_ranks(engine).size
+    arguments.accumulation = engine.gradient_accumulation_steps()
     setting = current_setting(engine, task.config)
     meter = Meter(engine, synthetic, arguments.most_repeats)
     calibration = task.calibration or _scan(meter, arguments, task, setting)

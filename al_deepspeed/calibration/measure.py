@@ -3,8 +3,8 @@
 A warm-up, then repeats until the median is known within 2% or a cap is reached: a number of repeats, or the
 point's time, so that none but the first repeat ends after its deadline. Each repeat begins together
 and counts with its slowest rank's time; the optimizer step, whose turn comes every G-th repeat as in
-training, lies outside the clock and inside the memory. All ranks see the same numbers, so they stop after the
-same one.
+training, has a time of its own and lies inside the memory. All ranks see the same numbers, so they stop after
+the same one.
 """
 
 import math
@@ -93,6 +93,7 @@ class Meter:
         pass_gb, peak_gb, reserved_gb = (
             float(np.max([row[:, column] for row in rows])) for column in (2, 3, 4)
         )
+        steps = [row[:, 5].max() for row in rows if not np.isnan(row[:, 5]).any()]
         return Point(
             batch_size=batch_size,
             tokens=tokens,
@@ -102,11 +103,13 @@ class Meter:
             pass_gb=_known(pass_gb),
             shape=shape,
             repeats=len(times),
+            step_ms=float(np.median(steps)) if steps else None,
             repeat_ms=tuple(map(float, slowest)),
         )
 
     def run(self, batch: Any, loss: Any) -> list[float]:
-        """One micro-step: ms, seconds since the start, GB of the passes, of the whole step, reserved."""
+        """One micro-step: ms, seconds since the start, GB of the passes, of the whole step, reserved; and the
+        ms of the step that it ends beside its micro-batches, NaN where it ends none."""
         engine, memory = self._engine, self.memory
         dist.barrier()
         get_accelerator().synchronize()
@@ -117,12 +120,16 @@ class Meter:
         self._clock.settle(end)
         pass_gb, reserved_gb = memory.peak_gb(), memory.reserved_gb()
         memory.reset()
+        ends_step = engine.is_gradient_accumulation_boundary()
+        entered = self._clock.mark()
         engine.step()
+        left = self._clock.mark()
         get_accelerator().synchronize()
+        step_ms = self._clock.elapsed_ms(entered, left) if ends_step else math.nan
         self._step_gb = memory.peak_gb()
         peak_gb = max(pass_gb, self._optimizer_gb)
         reserved_gb = max(reserved_gb, memory.reserved_gb())
-        return [self._clock.elapsed_ms(start, end), self.elapsed_s, pass_gb, peak_gb, reserved_gb]
+        return [self._clock.elapsed_ms(start, end), self.elapsed_s, pass_gb, peak_gb, reserved_gb, step_ms]
 
     def _gathered(self, row: list[float]) -> np.ndarray:
         """Every rank's row, [ranks, columns]."""

@@ -35,6 +35,7 @@ class Point:
     peak_gb, reserved_gb: the largest of any rank, allocated and held by the allocator; None where unknown.
     pass_gb: the peak of forward and backward without the optimizer step; None where not told apart.
     rank_ms: each rank's own median. shape: latent frames, height, width.
+    step_ms: what the step that ended here took beside its micro-batches; None where none ended, or not kept.
     repeat_ms: the slowest rank's time in each repeat, in order; ms is their median. Empty where not kept.
     """
 
@@ -48,6 +49,7 @@ class Point:
     rank_ms: tuple[float, ...] = ()
     repeats: int = 1
     status: str = MEASURED
+    step_ms: float | None = None
     repeat_ms: tuple[float, ...] = ()
 
     @property
@@ -61,7 +63,7 @@ class Point:
 
     @classmethod
     def from_dict(cls, row: Mapping) -> "Point":
-        row = {"repeat_ms": (), **row}  # scans of earlier versions did not keep them
+        row = {"step_ms": None, "repeat_ms": (), **row}  # scans of earlier versions kept neither
         values = {field.name: row[IN_FILE.get(field.name, field.name)] for field in fields(cls)}
         values |= {name: tuple(values[name]) for name in ("rank_ms", "repeat_ms")}
         return cls(**{**values, "shape": values["shape"] and tuple(values["shape"])})

@@ -16,17 +16,20 @@ FILE_NAME = "calibration-after-epoch-{}.json"
 
 
 def recalibrate(
-    before: Calibration, run_dir: Path, corpus: Corpus, world_size: int, epoch: int
+    before: Calibration, run_dir: Path, corpus: Corpus, world: tuple[int, int], epoch: int
 ) -> Calibration:
     """The calibration for the epochs to come, the same on every rank. Collective.
 
     Rank 0 reads its telemetry, writes RUN/calibration-after-epoch-N.json and logs what changed. Too little
     telemetry for a fit is a warning, and the calibration stays as it is.
+
+    Args:
+        world: R and G, which M_comp is chosen for.
     """
     told: list[dict | None] = [None]
     if dist.get_rank() == 0:
         try:
-            after = _refitted(before, run_dir, corpus, world_size, epoch)
+            after = _refitted(before, run_dir, corpus, world, epoch)
             write_calibration(after, run_dir / FILE_NAME.format(epoch))
             told = [after.to_dict()]
         except CalibrationError as error:
@@ -46,11 +49,13 @@ def recall(run_dir: Path, epoch: int) -> Calibration | None:
     return None if told[0] is None else parse_calibration(told[0], f"the recalibration before epoch {epoch}")
 
 
-def _refitted(before: Calibration, run_dir: Path, corpus: Corpus, world_size: int, epoch: int) -> Calibration:
+def _refitted(
+    before: Calibration, run_dir: Path, corpus: Corpus, world: tuple[int, int], epoch: int
+) -> Calibration:
     points = read_run(run_dir)
     after = refit(points, before)
     if before.max_tokens is not None:
-        after = with_budget(after, corpus, world_size)
+        after = with_budget(after, corpus, *world)
     off = {
         name: np.median([abs(model.cost(p.batch_size, p.tokens) / p.ms - 1) for p in points])
         for name, model in (("before", before.cost), ("after", after.cost))

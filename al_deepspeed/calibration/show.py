@@ -78,12 +78,15 @@ def limit_table(calibration: Calibration) -> RenderableType:
     unknown = "unknown: the scan has no device capacity, choose it yourself"
     table.add_row("M_mem (max_tokens)", f"{calibration.max_tokens or unknown}")
     unchosen = "to be chosen for a corpus: --manifest and --world-size here, or by the planner itself"
-    chosen = calibration.max_cost and f"{calibration.max_cost:.6g} ms, for R = {calibration.world_size}"
+    world = f"for R = {calibration.world_size}, G = {calibration.accumulation or 1}"
+    chosen = calibration.max_cost and f"{calibration.max_cost:.6g} ms, {world}"
     table.add_row("M_comp (max_cost)", chosen or unchosen)
     table.add_row(
         "paper's rule B*S^p <= M_comp",
         f"p = {calibration.exponent:.3f}, M_comp = {calibration.paper_max_cost:.4g}",
     )
+    if calibration.step_ms is not None:
+        table.add_row("a step beside its micro-batches", f"{calibration.step_ms:.1f} ms")
     if calibration.memory:
         held_out = np.median(calibration.memory.held_out)
         table.add_row("peak memory, held-out median error", f"{held_out:.2%}")
@@ -108,16 +111,16 @@ def corpus_table(calibration: Calibration, corpus: Corpus) -> RenderableType:
 
 
 def curve_table(calibration: Calibration, rows: int = 12) -> RenderableType:
-    """Predicted tokens a second against the budget, thinned, the best row kept and marked."""
+    """Predicted tokens a second against the budget, thinned, the chosen row kept and marked."""
     table = Table(title="M_comp, by predicted tokens/s under dual_constraint", title_justify="left")
     for name in ("", "max_cost, ms", "tokens/s"):
         table.add_column(name, justify="right")
     curve = calibration.curve
-    best = max(range(len(curve)), key=lambda place: curve[place][1])
-    places = {best, *np.linspace(0, len(curve) - 1, min(rows, len(curve))).round().astype(int).tolist()}
+    chosen = sum(cost <= calibration.max_cost for cost, _ in curve[1:])
+    places = {chosen, *np.linspace(0, len(curve) - 1, min(rows, len(curve))).round().astype(int).tolist()}
     for place in sorted(places):
         cost, rate = curve[place]
-        table.add_row("*" if place == best else "", f"{cost:.1f}", f"{rate:,.0f}")
+        table.add_row("*" if place == chosen else "", f"{cost:.1f}", f"{rate:,.0f}")
     return table
 
 
@@ -147,16 +150,21 @@ def draw(calibration: Calibration, path: Path) -> None:
 def _draw_curve(axes, calibration: Calibration) -> None:
     costs, rates = zip(*calibration.curve, strict=True)
     axes.plot(costs, rates, lw=1.2, label="predicted")
-    best = max(rates)
+    chosen = np.interp(calibration.max_cost, costs, rates)
     axes.plot(
-        [calibration.max_cost], [best], "o", ms=6, color="C3", label=f"M_comp = {calibration.max_cost:.4g} ms"
+        [calibration.max_cost],
+        [chosen],
+        "o",
+        ms=6,
+        color="C3",
+        label=f"M_comp = {calibration.max_cost:.4g} ms",
     )
     axes.axhline(rates[-1], color="grey", lw=0.8, ls="--", label="no budget: M_mem alone")
     axes.set(
         xscale="log",
         xlabel="budget of a micro-batch, ms",
         ylabel=f"tokens/s under dual_constraint, R = {calibration.world_size}",
-        ylim=(0, 1.08 * best),
+        ylim=(0, 1.08 * max(rates)),
     )
     axes.legend(fontsize=8, loc="lower right")
 

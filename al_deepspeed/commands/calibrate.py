@@ -35,7 +35,17 @@ IN_A_SCAN = (
     "factory_arguments",
 )
 NOT_WITH_PREDICT = (
-    *("manifest", "world_size", "out", "plot", "form", "memory_fraction", "capacity_gb", "max_tokens"),
+    *(
+        "manifest",
+        "world_size",
+        "accumulation",
+        "out",
+        "plot",
+        "form",
+        "memory_fraction",
+        "capacity_gb",
+        "max_tokens",
+    ),
 )
 
 
@@ -92,6 +102,10 @@ def run(
     world_size: Annotated[
         int | None, typer.Option(min=1, help="The data-parallel ranks R that M_comp is chosen for.")
     ] = None,
+    accumulation: Annotated[
+        int | None,
+        typer.Option(help="G that M_comp is for (default: as before, else 1; a scan's is the ds_config's)."),
+    ] = None,
     out: Annotated[Path, typer.Option(help="The calibration to write.")] = Path("calibration.json"),
     plot: Annotated[Path | None, typer.Option(help="The picture to write (default: OUT as .png).")] = None,
     form: Annotated[
@@ -142,6 +156,9 @@ def run(
         _print_predictions(file.read_calibration(calibration), *points.read_requests(predict), as_json)
         return
     if scans:
+        _refuse(
+            context, ("accumulation",), "is gradient_accumulation_steps of a scan's ds_config; leave it out."
+        )
         _launch(
             launcher,
             factory_arguments or [],
@@ -176,6 +193,8 @@ def run(
         return
     if bool(manifest) != bool(world_size):
         raise CalibrationError("M_comp is chosen from --manifest M and --world-size R together; give both.")
+    if accumulation is not None and not manifest:
+        raise CalibrationError("--accumulation is for choosing M_comp: give --manifest and --world-size too.")
     before = file.read_calibration(calibration) if calibration else None
     of_memory = _given(context, ("memory_fraction", "capacity_gb"))
     if from_scan:
@@ -201,7 +220,8 @@ def run(
     result = replace(result, max_tokens=max_tokens or result.max_tokens)
     corpus = read_manifest(manifest).corpus() if manifest else None
     if corpus:
-        result = assemble.with_budget(result, corpus, world_size)
+        steps = accumulation or (before and before.accumulation) or 1
+        result = assemble.with_budget(result, corpus, world_size, steps)
     file.write_calibration(result, out)
     show.draw(result, plot or out.with_suffix(".png"))
     show.print_calibration(result, Console(stderr=as_json), corpus)

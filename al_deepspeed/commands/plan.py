@@ -97,19 +97,20 @@ def _cost_and_limits(
     from al_deepspeed.scheduling.constraints import Limits
     from al_deepspeed.scheduling.cost import PowerCost
 
+    step_cost = 0.0
     if calibration is None:
         if exponent is not None and not 0 < exponent <= 8:
             raise PlanError(f"--exponent is {exponent}; it must lie in (0, 8]; the paper fits about 2.")
         cost, exponent = PowerCost() if exponent is None else PowerCost(exponent=exponent), None
     else:
         found = read_calibration(calibration)
-        cost = found.cost
+        cost, step_cost = found.cost, found.step_ms or 0.0
         max_tokens = found.max_tokens if max_tokens is None else max_tokens
         max_cost = found.max_cost if max_cost is None and exponent is None else max_cost
     if max_tokens is None:
         why = "No calibration is given" if calibration is None else f"{calibration} knows no memory capacity"
         raise PlanError(f"--max-tokens is missing. {why}; give M_mem, the B*S that a rank's memory holds.")
-    return cost, Limits(max_tokens, max_cost, exponent)
+    return cost, Limits(max_tokens, max_cost, exponent, step_cost)
 
 
 def _dump(plan, path: Path) -> None:

@@ -23,12 +23,14 @@ class Limits:
     max_tokens: M_mem, the B*S that a rank's memory holds.
     max_cost: M_comp. In the units of the cost model, or of B*S^exponent where `exponent` is given.
         None: the budget is chosen for the corpus (see budget.py).
+    step_cost: what a step takes beside its micro-batches; counts where the budget is to be chosen.
     exponent: the paper's p. Given, the second limit is B*S^p <= max_cost, whatever the cost model predicts.
     """
 
     max_tokens: int
     max_cost: float | None = None
     exponent: float | None = None
+    step_cost: float = 0.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_tokens <= MOST_TOKENS:

@@ -19,7 +19,7 @@ from al_deepspeed.scheduling.baselines import (
     equal_token,
     equal_token_sizes,
 )
-from al_deepspeed.scheduling.budget import best_max_cost
+from al_deepspeed.scheduling.budget import Deal, best_max_cost
 from al_deepspeed.scheduling.constraints import Limits, low_budget, oversize_buckets
 from al_deepspeed.scheduling.cost import CostModel
 from al_deepspeed.scheduling.curriculum import STRETCHES, Schedule, Stretches, admitted
@@ -71,7 +71,8 @@ def make_plan(
         raise PlanError("the corpus holds no sample. At least one is needed; check the manifest.")
     given = limits.max_cost is not None
     if not given:
-        limits = replace(limits, max_cost=best_max_cost(corpus, cost, limits.max_tokens, world_size)[0])
+        deal = Deal(world_size=world_size, accumulation=accumulation, step_cost=limits.step_cost)
+        limits = replace(limits, max_cost=best_max_cost(corpus, cost, limits.max_tokens, deal)[0])
     if population is None and choice.mixture is not None:
         population = draw(corpus, choice.mixture, seed, epoch)
     population, skipped, warnings = _without_oversize(corpus, population, limits, choice)

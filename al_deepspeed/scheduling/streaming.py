@@ -19,7 +19,7 @@ import numpy as np
 
 from al_deepspeed.errors import PlanError
 from al_deepspeed.scheduling.arrangement import Task
-from al_deepspeed.scheduling.budget import best_max_cost
+from al_deepspeed.scheduling.budget import Deal, best_max_cost
 from al_deepspeed.scheduling.constraints import Limits, batch_sizes, oversize_buckets
 from al_deepspeed.scheduling.cost import CostModel
 from al_deepspeed.scheduling.layout import MicroBatch, Plan
@@ -235,7 +235,13 @@ class StreamSampler:
         counts = np.array([self._seen[shape] for shape in shapes])
         corpus = _corpus(shapes, counts, self._patch)
         if self._limits.max_cost is None:
-            budget, _ = best_max_cost(corpus, self._cost, self._limits.max_tokens, self.world_size)
+            deal = Deal(
+                world_size=self.world_size,
+                accumulation=self.accumulation,
+                step_cost=self._limits.step_cost,
+                endless=True,
+            )
+            budget, _ = best_max_cost(corpus, self._cost, self._limits.max_tokens, deal)
             self._limits = replace(self._limits, max_cost=budget)
         held = np.array([[report.held.get(shape, 0) for shape in shapes] for report in reports])
         overdue = np.array([[shape in report.overdue for shape in shapes] for report in reports])
