@@ -141,7 +141,7 @@ def test_the_closed_form_tells_what_a_plan_will_take():
         ]
         taken = sum(plan.cost.max(axis=1).sum() + 120.0 * plan.steps for plan in plans)
         planned = 1000 * sum(plan.tokens.sum() for plan in plans) / taken
-        assert predicted == pytest.approx(planned, rel=0.06)
+        assert predicted == pytest.approx(planned, rel=0.03)
 
 
 def test_the_chosen_budget_is_as_good_as_the_best_and_beats_both_ends():
