@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
@@ -22,7 +23,8 @@ from torch.utils.data import Dataset
 
 from al_deepspeed.agreement import first_difference, together
 from al_deepspeed.build_locks import told_of_build_locks
-from al_deepspeed.calibration.setting import current_setting
+from al_deepspeed.calibration.file import Calibration
+from al_deepspeed.calibration.setting import current_setting, write_setting
 from al_deepspeed.config import (
     BATCHING_KEY,
     Settings,
@@ -118,7 +120,7 @@ def initialize(
                 loader = _streamed_batches(engine, settings, inputs, ranks, collate_fn, source, *talk)
             else:
                 loader = _planned_batches(engine, settings, inputs, ranks, collate_fn)
-            _warn_of_another_setting(engine, raw, inputs)
+            _note_setting(engine, raw, settings.batching.run_dir, inputs.calibration)
     if patched is not None:
         _announce(engine, patched, settings.fused_adaln)
     freeze_heap()
@@ -196,11 +198,15 @@ def _world(engine: Any, settings: Settings, ranks: DataRanks) -> dict[str, Any]:
     }
 
 
-def _warn_of_another_setting(engine: Any, config: dict, inputs: Inputs) -> None:
-    if inputs.calibration is None or engine.global_rank != 0:
+def _note_setting(engine: Any, config: dict, run_dir: str | None, calibration: Calibration | None) -> None:
+    """Warns of a calibration from elsewhere, and keeps in the run's folder what its telemetry is of."""
+    if engine.global_rank != 0:
         return
-    for reason in inputs.calibration.mismatches(current_setting(engine, config)):
+    setting = current_setting(engine, config)
+    for reason in () if calibration is None else calibration.mismatches(setting):
         logger.warning(reason)
+    if run_dir is not None:
+        write_setting(setting, Path(run_dir))
 
 
 def _start_communication(args: Any, distributed_port: int, dist_init_required: bool | None) -> None:

@@ -17,7 +17,8 @@ from launching import EXTENSIONS, LAUNCHED, Launch, free_port
 from small_corpus import make_corpus
 
 from al_deepspeed import cli
-from al_deepspeed.calibration.file import read_calibration
+from al_deepspeed.calibration.file import Setting, read_calibration
+from al_deepspeed.calibration.setting import write_setting
 from al_deepspeed.config_sections import DualConstraintBatching
 from al_deepspeed.inputs import cost_and_limits
 
@@ -109,6 +110,45 @@ def test_m_comp_is_chosen_for_a_manifest(calibrated, calibrate, tmp_path):
     assert row["world_size"] == 8 and row["max_tokens"] == 166320
     assert [row["max_cost"], max(rate for _, rate in row["curve"])] in row["curve"]
     assert "binding limit" in stderr and "video 21x90x160" in stderr
+
+
+def run_of(folder: Path, setting: Setting | None) -> Path:
+    """A run of one rank that took what B*S^2 says, at 1 ms for 1000^2."""
+    lines = [
+        {
+            "step": step,
+            "batch_size": [[size]],
+            "sequence_length": [[tokens]],
+            "predicted_cost": [[1.0]],
+            "measured_ms": [[1e-6 * size * tokens**2]],
+            "optimizer_ms": [7.0],
+            "peak_memory_bytes": [10**9],
+        }
+        for step, (size, tokens) in enumerate(
+            [(1, 2000)] * 2 + [(b, s) for b in (1, 2, 4) for s in (2000, 4000, 9000)]
+        )
+    ]
+    folder.mkdir()
+    (folder / "telemetry.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if setting is not None:
+        write_setting(setting, folder)
+    return folder
+
+
+def test_a_run_of_another_model_warns(calibrate, tmp_path):
+    """A calibration from a run's telemetry says whose it is; a run of another model's says so."""
+    ours, theirs = (
+        Setting(device="cpu", zero_stage=3, fingerprints={"model": name}) for name in ("aa", "bb")
+    )
+    out = tmp_path / "first.json"
+    code, _, err = calibrate("--from-run", run_of(tmp_path / "ours", ours), "--out", out)
+    assert code == 0 and "warning" not in err
+    assert read_calibration(out).setting == ours and read_calibration(out).step_ms == 7.0
+    for name, setting, warned in (("same", ours, False), ("theirs", theirs, True), ("old", None, False)):
+        run = run_of(tmp_path / name, setting)
+        code, _, err = calibrate("--calibration", out, "--from-run", run, "--out", tmp_path / "second.json")
+        assert code == 0
+        assert ("calibrated with model fingerprint aa, used with bb" in err) is warned
 
 
 @pytest.mark.parametrize(

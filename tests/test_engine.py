@@ -11,6 +11,7 @@ import torch
 from launched import tiny
 from launching import ACCELERATOR, LAUNCHED, launch
 
+from al_deepspeed.calibration.setting import read_setting
 from al_deepspeed.scheduling.cost import cost_from_dict
 from al_deepspeed.telemetry import read_telemetry
 from al_deepspeed.watchdog import EXIT_CODE
@@ -199,6 +200,7 @@ def test_ranks_of_one_model_get_the_same_batches(checks, how):
 
 def test_telemetry_agrees_with_itself_and_with_the_monitor(checks):
     ranks, out, _ = checks
+    assert read_setting(out / "run").device == "cpu"  # what the figures are of, for --from-run
     lines = read_telemetry(out / "run")
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     total = 0

@@ -73,13 +73,20 @@ def run_points(lines: Iterable[Mapping]) -> list[Point]:
     ]
 
 
-def refit(points: list[Point], before: Calibration | None = None, *, form: str = "auto") -> Calibration:
+def refit(
+    points: list[Point],
+    before: Calibration | None = None,
+    *,
+    form: str = "auto",
+    setting: Setting | None = None,
+) -> Calibration:
     """A calibration from a run's points, and from those of an earlier one that the run did not show.
 
     M_mem stays what it was: a run's reservations mix all its shapes. M_comp is left to be chosen again.
+    The setting is the earlier one's; without one, the run's, where it is known.
     """
     if before is None:
-        return calibrate(points, Setting(), form=form)
+        return calibrate(points, setting or Setting(), form=form)
     shown = {(point.batch_size, point.tokens) for point in points}
     kept = [point for point in measured(before.points) if (point.batch_size, point.tokens) not in shown]
     ratio = run_ratio(points, before)

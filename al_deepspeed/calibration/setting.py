@@ -3,15 +3,19 @@
 import copy
 import hashlib
 import json
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from al_deepspeed.calibration.file import Setting
+from al_deepspeed.calibration.file import Setting, write_json
 from al_deepspeed.config import with_one_micro_batch
+from al_deepspeed.errors import CalibrationError
 
+FILE_NAME = "setting.json"
 MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
 
 
@@ -51,5 +55,24 @@ def model_fingerprint(model: torch.nn.Module) -> str:
     return _digest([*parameters, *checkpointed])
 
 
+def write_setting(setting: Setting, run_dir: Path) -> None:
+    """RUN/setting.json, beside the telemetry that was measured there; of a resumed run the latest."""
+    write_json(asdict(setting), run_dir / FILE_NAME)
+
+
+def read_setting(run_dir: Path) -> Setting:
+    """A run's setting; nothing known where the run kept none."""
+    path = run_dir / FILE_NAME
+    if not path.is_file():
+        return Setting()
+    try:
+        return Setting(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise CalibrationError(
+            f"{path} is no setting of this version ({type(error).__name__}: {error}). Remove it, or give "
+            "another run."
+        ) from error
+
+
 def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]

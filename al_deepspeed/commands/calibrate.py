@@ -211,8 +211,12 @@ def run(
         )
         with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to standard output from its import on
             from al_deepspeed.calibration.from_run import read_run, refit
+            from al_deepspeed.calibration.setting import read_setting
 
-        result = refit(read_run(from_run), before, form=form)
+        run_points, setting = read_run(from_run), read_setting(from_run)
+        for reason in before.mismatches(setting) if before else ():
+            print(f"warning: {from_run}: {reason}", file=sys.stderr)
+        result = refit(run_points, before, form=form, setting=setting)
     else:
         _refuse(context, ("form",), "is for fitting points: with a scan, --from-scan or --from-run.")
         share = memory_fraction if "memory_fraction" in of_memory else before.memory_fraction
