@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import libcst as cst
 
 from al_deepspeed.patching.candidates import RUNTIME, Candidate
+from al_deepspeed.patching.flow import Frame
 from al_deepspeed.patching.patterns import Operand
 from al_deepspeed.patching.rendering import Renderer, bare, parenthesized
 from al_deepspeed.patching.values import (
+    SAME_VALUES,
+    Attribute,
     Cast,
     DType,
     Held,
     Inlined,
+    Item,
     Normed,
     OnePlus,
+    Opaque,
     Product,
     Read,
+    Scalar,
     Sum,
     Value,
+    View,
     canonical,
-    has_effects,
+    is_receiver,
     meaning,
     same,
     walk,
@@ -71,7 +79,7 @@ def build_call(candidate: Candidate, renderer: Renderer, site: str | None) -> cs
         arguments.append(cst.Arg(_norm(candidate, renderer)))
     given = operands(candidate)
     renderer.start(*_computed(candidate))
-    in_order = _in_source_order(given)
+    in_order = _in_source_order(given, renderer.frame)
     for name, operand in in_order:
         node = bare(renderer.operand(operand))
         keyword = None if in_order == given else cst.Name(name)
@@ -109,19 +117,43 @@ def _wrapped(call: cst.Call) -> cst.Call:
     return call.with_changes(whitespace_before_args=inner, args=arguments)
 
 
-def _in_source_order(given: list) -> list:
-    """As in the signature, unless two operands have effects and stand the other way round in the source."""
-    effects = [pair for pair in given if pair[1] is not None and has_effects(pair[1].value)]
-    if len(effects) < 2:
-        return given
-    reads = {id(pair[1].value): index for index, pair in enumerate(effects)}
-    frame = effects[0][1].value.frame
+def _in_source_order(given: list, frame: Frame) -> list:
+    """As in the signature, unless that would move an operand over one that has effects."""
     order = {id(value): index for index, value in enumerate(frame.values.values())}
-    by_source = sorted(effects, key=lambda pair: order.get(id(pair[1].value), 0))
-    if [reads[id(pair[1].value)] for pair in by_source] == list(range(len(effects))):
+    written = {name: list(_written(operand.value)) for name, operand in given if operand is not None}
+    effects = {name for name, parts in written.items() if any(map(_has_effect, parts))}
+    moved = {name for name, parts in written.items() if name in effects or not all(map(_only_names, parts))}
+
+    def position(pair: tuple) -> int:
+        return max((order.get(id(part), 0) for part in written[pair[0]]), default=0)
+
+    by_source = sorted((pair for pair in given if pair[0] in moved), key=position)
+    if not effects or by_source == [pair for pair in given if pair[0] in moved]:
         return given
-    rest = [pair for pair in given if pair not in effects and pair[1] is not None]
-    return rest + by_source
+    return [pair for pair in given if pair[0] in written.keys() - moved] + by_source
+
+
+def _written(value: Value) -> Iterator[Value]:
+    """The value's own expression and those inside, the arguments of helpers that were seen through too."""
+    stack = [value]
+    while stack:
+        value = stack.pop()
+        yield value
+        argument = value.definition.value if isinstance(value, Read) and value.frame.caller else None
+        stack.extend(value.parts() if argument is None else [argument])
+
+
+def _has_effect(part: Value) -> bool:
+    return isinstance(part, Opaque) and not part.pure
+
+
+def _only_names(part: Value) -> bool:
+    """Whether it stands for the same memory whenever it is read: a local name, its attribute, or a view."""
+    if isinstance(part, View):
+        return part.method in SAME_VALUES
+    if isinstance(part, Attribute):
+        return not is_receiver(part.base)
+    return isinstance(part, Read | Scalar | Item) or getattr(part, "name", "") == "None"
 
 
 def dtypes(candidate: Candidate) -> list[tuple[str, DType]]:
@@ -181,15 +213,25 @@ def _helpers(helpers: list[Held], renderer: Renderer) -> cst.Tuple:
     """(object, module, "Class.method") of each, for the runtime to see that it is what was read."""
     found = []
     for helper in helpers:
-        module = f'"{helper.module.lstrip(".")}"' if helper.module else "__name__"
         parts = (
             renderer.value(helper.holder),
-            cst.parse_expression(module),
+            cst.parse_expression(_module_name(helper.module, renderer.frame.module.is_package)),
             cst.SimpleString(f'"{helper.name}"'),
         )
         found.append(cst.Element(cst.Tuple([cst.Element(part) for part in parts])))
     comma = cst.Comma(cst.SimpleWhitespace(""), cst.SimpleWhitespace("" if len(found) == 1 else " "))
     return cst.Tuple([found[0].with_changes(comma=comma), *found[1:]])
+
+
+def _module_name(module: str, in_package: bool) -> str:
+    """An expression for the name that a module has at run time, written as this one imports it."""
+    name = module.lstrip(".")
+    levels = len(module) - len(name) - in_package  # up from this module's own name
+    name = name.removesuffix("__init__").removesuffix(".")
+    if not module.startswith("."):
+        return f'"{name}"' if name else "__name__"
+    around = f'__name__.rsplit(".", {levels})[0]' if levels else "__name__"
+    return f'{around} + ".{name}"' if name else around
 
 
 class Original:

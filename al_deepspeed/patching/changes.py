@@ -24,6 +24,7 @@ from al_deepspeed.patching.values import (
     Read,
     Sum,
     Value,
+    View,
     is_receiver,
     meaning,
     same,
@@ -31,6 +32,8 @@ from al_deepspeed.patching.values import (
 
 COMPUTED = (Normed, OnePlus, Sum, Product, Cast)
 LOOPS = (cst.For, cst.While)
+NEW = (cst.BinaryOperation, cst.UnaryOperation, cst.Comparison)  # tensors of their own
+VIEWS = frozenset(["T", "mT", "H", "mH", "data", "real"])
 
 
 def changed_between(frame: Frame, candidate: Candidate) -> str | None:
@@ -42,6 +45,13 @@ def changed_between(frame: Frame, candidate: Candidate) -> str | None:
         own.add(candidate.sum_definition.place)
     leaves = [leaf for step in steps for leaf in _leaves(step)]
     consumed = list(_consumed(frame, candidate))
+    shared: dict[int, list[Value]] = {}
+
+    def memory(leaf: Value) -> list[Value]:
+        if id(leaf) not in shared:
+            shared[id(leaf)] = [] if is_receiver(leaf) else _memory_of(leaf)
+        return shared[id(leaf)]
+
     for number, (stack, what, values) in enumerate(frame.effects[first:last], first):
         if what == "in place":
             return "a tensor is changed in place between its steps"
@@ -51,12 +61,13 @@ def changed_between(frame: Frame, candidate: Candidate) -> str | None:
             continue
         if any(_is_variable_of_module(frame, leaf) for leaf in seen):
             return "a variable of the module may change between its steps"
-        if what == "closure" and any(_name(leaf) in frame.held_back for leaf in seen):
+        sees = what == "closure" or any(map(_is_function_here, values))
+        if sees and any(_name(leaf) in frame.held_back for leaf in seen if not is_receiver(leaf)):
             return "a function that sees its tensors is called between its steps"
         if what == "method" and (frame.stored_attributes or any(map(_is_held, seen))):
             return "a method that may see its tensors is called between its steps"
-        handed = [origin(part) for value in values for part in _handed(value)]
-        if any(same(one, origin(leaf)) for one in handed for leaf in seen if not is_receiver(leaf)):
+        handed = [one for value in values for one in _memory_of(value)]
+        if any(same(one, other) for one in handed for leaf in seen for other in memory(leaf)):
             return "one of its tensors is passed to a call between its steps"
     return _changed_later(frame, candidate, last)
 
@@ -110,7 +121,7 @@ def _consumed(frame: Frame, candidate: Candidate) -> Iterator[tuple[int, Value]]
         if isinstance(inner, COMPUTED) and inner.node in candidate.trail.nodes:
             when = frame.marks.get(inner.node, frame.marks.get(value.node, 0))
             parts = (inner.x,) if isinstance(inner, Normed) else inner.parts()
-            yield from ((when, part) for part in parts if isinstance(origin(part), Read | Attribute | Global))
+            yield from ((when, part) for part in parts)
             stack += parts
 
 
@@ -127,19 +138,48 @@ def _changed_later(frame: Frame, candidate: Candidate, last: int) -> str | None:
     )
     if candidate.residual is not None:
         kept += [part for part in (candidate.residual.branch, candidate.residual.gate) if part is not None]
+    own = None if candidate.sum_definition is None else candidate.sum_definition.value
     for _, what, values in frame.effects[last:]:
+        if what == "gradient" and any(one is own for value in values for one in _memory_of(value)):
+            return "a gradient of the residual sum is asked for, which misses the norm's part in the op"
         if what == "in place" and any(same(origin(v), origin(one)) for v in values for one in kept):
             return "a tensor that its backward needs is changed in place afterwards"
     return None
 
 
-def _handed(value: Value) -> Iterator[Value]:
-    """What a call can get at through the value: also what a list or tuple holds."""
-    yield value
-    inner = meaning(value)
-    if isinstance(inner, Opaque) and isinstance(inner.node, cst.Tuple | cst.List | cst.Dict | cst.Set):
-        for part in inner.inner:
-            yield from _handed(part)
+def _memory_of(value: Value) -> list[Value]:
+    """What it may share memory with: of what it is a view, what a tuple holds, what a function was given.
+
+    What a module or method returns is taken for a tensor of its own, but for a method's own object.
+    """
+    found: dict[int, Value] = {}
+    stack = [value]
+    while stack:
+        inner = origin(stack.pop())
+        if id(inner) in found:
+            continue
+        found[id(inner)] = inner
+        if isinstance(inner, Attribute) and inner.name in VIEWS:
+            stack.append(inner.base)
+        if not isinstance(inner, Opaque) or isinstance(inner.node, NEW):
+            continue
+        callee = inner.inner[0] if isinstance(inner.node, cst.Call) and inner.inner else None
+        root = callee
+        while isinstance(root, Attribute | View):
+            root = root.base
+        if callee is None or isinstance(root, Global):
+            stack += inner.inner
+        elif isinstance(callee, Attribute) and not is_receiver(root):
+            stack.append(callee.base)
+    return list(found.values())
+
+
+def _is_function_here(value: Value) -> bool:
+    """Whether it may be a function that this one defines, or something bound where one cannot tell."""
+    value = meaning(value)
+    if isinstance(value, Read):
+        return not value.definition.parameter
+    return isinstance(value, Opaque) and isinstance(value.node, cst.Lambda)
 
 
 def _is_variable_of_module(frame: Frame, leaf: Value) -> bool:
@@ -151,6 +191,8 @@ def _is_variable_of_module(frame: Frame, leaf: Value) -> bool:
 
 
 def _name(leaf: Value) -> str:
+    while isinstance(leaf, View | Cast | OnePlus):
+        leaf = leaf.base
     return leaf.definition.name if isinstance(leaf, Read) else ""
 
 

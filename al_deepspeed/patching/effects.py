@@ -7,6 +7,7 @@ import libcst as cst
 from al_deepspeed.patching.flow import Frame
 from al_deepspeed.patching.values import Attribute, Global, Read, Value, is_receiver
 
+GRADIENTS = frozenset(["register_hook", "retain_grad", "torch.autograd.grad", "torch.autograd.backward"])
 RANDOM = frozenset(
     ["rand", "randn", "rand_like", "randn_like", "randint", "normal", "bernoulli", "dropout", "multinomial"]
 )
@@ -16,11 +17,11 @@ def is_harmless(frame: Frame, node: cst.Call) -> bool:
     """torch functions, methods named like pure ones, and a few builtins change nothing."""
     if changes_in_place(frame, node):
         return False
-    name = frame.module.qualified(node.func)
+    name = frame.module.stands_for(node.func)
     if name is None:
         return False
     last = name.rpartition(".")[2]
-    if name.startswith("torch.") and not last.endswith("_") and last not in RANDOM:
+    if name.startswith("torch.") and not last.endswith("_") and last not in RANDOM and name not in GRADIENTS:
         return True
     return name in {"len", "int", "float", "bool", "isinstance", "getattr", "hasattr", "range", "tuple"}
 
@@ -29,6 +30,8 @@ def effect(evaluator, frame: Frame, node: cst.Call, callee: Value, given: tuple[
     """What an unknown call may change: what it is told to, what it is given, or what else it sees."""
     if changes_in_place(frame, node):
         return "in place"
+    if {getattr(callee, "name", ""), frame.module.stands_for(node.func)} & GRADIENTS:
+        return "gradient"
     if isinstance(callee, Read) and callee.definition.value is None and not callee.definition.parameter:
         return "closure"
     if isinstance(callee, Global) and callee.name == "setattr":
@@ -48,6 +51,6 @@ def changes_in_place(frame: Frame, node: cst.Call) -> bool:
     given = keywords.get("inplace")
     if "out" in keywords or (given is not None and getattr(given, "value", "") != "False"):
         return True
-    if not (frame.module.qualified(node.func) or "").startswith("torch.nn.functional."):
+    if not (frame.module.stands_for(node.func) or "").startswith("torch.nn.functional."):
         return False
     return any(getattr(a.value, "value", "") == "True" for a in node.args[1:] if a.keyword is None)

@@ -49,6 +49,7 @@ class Evaluator:
     def __init__(self, library: Library, norms: Norms) -> None:
         self.library, self.norms = library, norms
         self.depth = 0  # of helpers seen through
+        self._properties: dict[tuple[int, str], bool] = {}
 
     # Entry points of flow.py ----------------------------------------------------------------------------
 
@@ -99,7 +100,10 @@ class Evaluator:
     _Float = _Integer
 
     def _Attribute(self, frame: Frame, node: cst.Attribute) -> Value:
-        return Attribute(node, frame, frame.place, self.evaluate(frame, node.value), node.attr.value)
+        base = self.evaluate(frame, node.value)
+        if is_receiver(base) and self._is_property(frame.owner, node.attr.value):
+            frame.record("method", (base,))
+        return Attribute(node, frame, frame.place, base, node.attr.value)
 
     def _Subscript(self, frame: Frame, node: cst.Subscript) -> Value:
         base = self.evaluate(frame, node.value)
@@ -135,12 +139,20 @@ class Evaluator:
             inner = tuple(
                 Read(node, frame, frame.place, frame.names[name]) for name in names if name in frame.names
             )
+            calls = () if isinstance(node, cst.Lambda) else descend(node)
+            if any(type(one) is cst.Call and not self._is_plain(frame, one) for one in calls):
+                frame.record("closure", inner)
             return Opaque(node, frame, frame.place, inner, pure=False)
         inner = self.children(frame, node)
         effects = isinstance(node, cst.Await | cst.Yield)
         if effects:  # others run meanwhile
             frame.record("in place" if isinstance(node, cst.Yield) else "closure", inner)
         return Opaque(node, frame, frame.place, inner, pure=not effects)
+
+    def _is_plain(self, frame: Frame, call: cst.Call) -> bool:
+        """Whether a call that is not evaluated goes by a name that changes nothing."""
+        method = call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
+        return is_harmless(frame, call) or method in VIEWS or method in CASTS
 
     # Calls ----------------------------------------------------------------------------------------------
 
@@ -161,15 +173,15 @@ class Evaluator:
             found = self._helper(frame, node, callee, arguments)
         if found is None:
             if not (isinstance(callee, Global | Attribute) and is_harmless(frame, node)):
-                receiver = (callee.base,) if isinstance(callee, Attribute) else ()
-                frame.record(effect(self, frame, node, callee, given), (*given, *receiver))
+                seen = (*given, callee, *meaning(callee).parts())
+                frame.record(effect(self, frame, node, callee, given), seen)
                 return Opaque(node, frame, frame.place, (callee, *given), pure=False, called=True)
             found = Opaque(node, frame, frame.place, (callee, *given))
         return found
 
     def _known_call(self, frame: Frame, node: cst.Call, callee, arguments, positional) -> Value | None:
         """Arithmetic, casts, views and F.layer_norm, as functions of torch or methods of a tensor."""
-        name = frame.module.qualified(node.func) if not self._is_local(callee) else None
+        name = frame.module.stands_for(node.func) if not self._is_local(callee) else None
         keywords = {key: value for key, value in arguments if key}
         if name is not None and name.startswith("torch."):
             last = name.rpartition(".")[2]
@@ -230,7 +242,7 @@ class Evaluator:
             return None
         found = meaning(given)
         if isinstance(found, Attribute):
-            name = frame.module.qualified(found.node) if isinstance(meaning(found.base), Global) else None
+            name = frame.module.stands_for(found.node) if isinstance(meaning(found.base), Global) else None
             if name is not None and name.startswith("torch.") and found.name in DTYPES:
                 return DType("name", text=CASTS.get(found.name, found.name))
             if found.name == "dtype":
@@ -337,6 +349,8 @@ class Evaluator:
             from al_deepspeed.patching.arguments import argument_is_norm
 
             return argument_is_norm(self, frame.function, definition.name)
+        if definition.looped:
+            return is_role(definition.name)
         return definition.value is not None and self.is_norm(definition.value)
 
     def _is_super(self, frame: Frame, base: Value) -> bool:
@@ -352,6 +366,14 @@ class Evaluator:
         while isinstance(callee, Attribute):
             callee = callee.base
         return not isinstance(callee, Global)
+
+    def _is_property(self, owner: Class | None, name: str) -> bool:
+        """Whether reading the attribute runs a method."""
+        key = (id(owner), name)
+        if key not in self._properties:
+            method = None if owner is None else owner.method(name)
+            self._properties[key] = method is not None and "property" in method.decorators
+        return self._properties[key]
 
     def _is_module(self, callee: Attribute) -> bool:
         """Whether `base.name(...)` calls a method that the base's class defines, not a tensor's."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import libcst as cst
 
 from al_deepspeed.patching.names import Function
-from al_deepspeed.patching.scopes import free_names, names_bound_in, names_in
+from al_deepspeed.patching.scopes import free_names, names_bound_in, names_in, target_names
 from al_deepspeed.patching.values import Definition, Item, Opaque, Place, Value, is_receiver
 
 LETS_ERRORS_OUT = frozenset(["autocast", "nullcontext", "record_function", "range", "annotate"])
@@ -48,6 +48,7 @@ class Frame:
         self.stack: list[Place] = []  # the statement under evaluation, below those that hold its block
         self.held_back: set[str] = set()  # names whose statements stay: global, nonlocal, read by closures
         self.of_module: set[str] = set()  # names declared global
+        self.loops: list[tuple[list[dict], list[dict]]] = []  # around the statement: names at break, continue
         self.fixed_blocks: set[int] = set()  # bodies of try: an exception can leave them anywhere
         self.stored_attributes: set[str] = set()
 
@@ -73,11 +74,11 @@ class Frame:
         if isinstance(target, cst.Name):
             self.bind(target.value, value, statement)
         elif isinstance(target, cst.Tuple | cst.List):
+            starred = any(isinstance(element, cst.StarredElement) for element in target.elements)
             for index, element in enumerate(target.elements):
-                starred = isinstance(element, cst.StarredElement)
                 item = self._part(value, index, target)
-                if item is None and value is not None and not starred:
-                    item = Item(element.value, self, self.place, value, index)
+                if item is None and value is not None and not isinstance(element, cst.StarredElement):
+                    item = Item(element.value, self, self.place, value, None if starred else index)
                 self.bind_target(element.value, item)
         elif isinstance(target, cst.Attribute):
             holder = self.evaluator.evaluate(self, target.value)
@@ -184,6 +185,7 @@ class Frame:
             self.keep(getattr(node, "cause", None))
             return True
         elif isinstance(node, cst.Break | cst.Continue):
+            self.loops[-1][isinstance(node, cst.Continue)].append(dict(self.names))
             return True
         elif isinstance(node, cst.Global | cst.Nonlocal):
             self.held_back |= {item.name.value for item in node.names}
@@ -237,6 +239,8 @@ class Frame:
             self._try(node)
         elif isinstance(node, cst.FunctionDef | cst.ClassDef):
             self.held_back |= free_names(node)
+            if isinstance(node, cst.ClassDef) or node.decorators:  # what stands there runs at once
+                self.record("closure", ())
             self.bind(node.name.value, None)
         elif isinstance(node, cst.Match):
             self._root(node.subject)
@@ -251,7 +255,7 @@ class Frame:
     def _lets_errors_out(self, item: cst.WithItem) -> bool:
         """Whether the context is known not to catch what is raised inside."""
         call = item.item.func if isinstance(item.item, cst.Call) else item.item
-        name = self.module.qualified(call) or ""
+        name = self.module.stands_for(call) or ""
         return name.startswith("torch.") or name.rpartition(".")[2] in LETS_ERRORS_OUT
 
     def _if(self, node: cst.If) -> None:
@@ -289,7 +293,7 @@ class Frame:
 
     def _loop(self, node: cst.For | cst.While) -> None:
         if isinstance(node, cst.For):
-            self._root(node.iter)
+            self.record("call", (self._root(node.iter),))  # it may run a generator
         before = dict(self.names)
         merges = {}
         for name in sorted(names_bound_in(node)):
@@ -301,14 +305,21 @@ class Frame:
             self._root(node.test)
         else:
             self.bind_target(node.target, None)
+            for name in target_names(node.target):
+                self.names[name].looped = True
         start = dict(self.names)
+        self.loops.append(([], []))
         self._inner(node)
+        at_break, at_continue = self.loops.pop()
+        ends = [self.names, *at_continue]
         for name, merge in merges.items():
-            if name in self.names and self.names[name] is not merge:
-                merge.add_source(self.names[name])
-        self.names = self._merge([start, self.names], before)
+            for source in {id(end[name]): end[name] for end in ends if name in end}.values():
+                if source is not merge:
+                    merge.add_source(source)
+        self.names = self._merge([start, *ends], before)
         if node.orelse is not None:
             self._branches([node.orelse.body], set(), True)
+        self.names = self._merge([self.names, *at_break], before)
 
     def _try(self, node: cst.Try | cst.TryStar) -> None:
         before = dict(self.names)

@@ -102,7 +102,7 @@ class Class:
 
 
 class Module:
-    """One module: `imports` maps a local name to the dotted name it stands for.
+    """One module: `imports` maps a local name to the dotted name it stands for. A package's ends in __init__.
 
     Classes and functions are parsed when somebody asks for them; Python's own parser, which is much quicker,
     says where they stand.
@@ -110,7 +110,9 @@ class Module:
 
     def __init__(self, source: str, name: str, library: Library, tree: cst.Module | None = None) -> None:
         self.name, self.library, self.tree = name, library, tree
+        self.is_package = name.endswith("__init__")
         self.imports: dict[str, str] = {}
+        self._imported: Counter[str] = Counter()
         self._lines = LINE.findall(source)
         self._spans: dict[str, tuple[int, int]] = {}
         self._classes: dict[str, Class | None] = {}
@@ -138,10 +140,12 @@ class Module:
         for alias in node.names:
             if isinstance(node, ast.Import):
                 local = alias.asname or alias.name.split(".")[0]
+                self._imported[local] += 1
                 self.imports.setdefault(local, alias.name if alias.asname else local)
             elif alias.name != "*":
                 source = relative_to(self.name, "." * node.level + (node.module or ""))
                 dot = "" if source.endswith(".") else "."
+                self._imported[alias.asname or alias.name] += 1
                 self.imports.setdefault(alias.asname or alias.name, f"{source}{dot}{alias.name}")
 
     def imported(self, node: cst.Import | cst.ImportFrom, alias: cst.ImportAlias) -> str:
@@ -192,6 +196,13 @@ class Module:
             return None
         first, dot, rest = full.partition(".")
         return self.imports.get(first, first) + dot + rest
+
+    def stands_for(self, node: cst.CSTNode) -> str | None:
+        """The same; None where the module binds the name otherwise too, so that it may stand for anything."""
+        first = (dotted_name(node) or "").partition(".")[0]
+        if first in self.imports and (self._bound[first] > self._imported[first] or first in self._rebound):
+            return None
+        return self.qualified(node)
 
     def defines_once(self, name: str) -> bool:
         """Whether the module binds the name in one place alone: it stands for what is defined there."""
@@ -310,8 +321,10 @@ class Library:
             if self._resolve is not None and name.partition(".")[0] not in ELSEWHERE:
                 source = self._resolve(name)
                 if source is not None:
+                    inside = f"{name}{'' if name.endswith('.') else '.'}__init__"
+                    name_of_file = inside if self._resolve(inside) == source else name
                     with contextlib.suppress(SyntaxError, ValueError, cst.ParserSyntaxError):
-                        self._modules[name] = Module(source, name, self)
+                        self._modules[name] = Module(source, name_of_file, self)
         return self._modules[name]
 
 

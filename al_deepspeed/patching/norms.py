@@ -179,6 +179,8 @@ class Norms:
         inside = node.args[0].value
         if isinstance(inside, cst.ListComp | cst.GeneratorExp):
             return self._builds_norm(function, inside.elt) is True
+        if isinstance(inside, cst.DictComp):
+            return self._builds_norm(function, inside.value) is True
         if isinstance(inside, cst.List | cst.Tuple | cst.Dict):
             values = [element.value for element in inside.elements]
         else:

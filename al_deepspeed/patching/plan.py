@@ -32,6 +32,8 @@ from al_deepspeed.patching.values import (
     meaning,
 )
 
+LEAVING = (cst.Return, cst.Raise, cst.Break, cst.Continue)
+
 
 @dataclass
 class Edits:
@@ -189,8 +191,20 @@ class _Planner:
             self.removed = before
             self._place_at_norm(candidate)
 
+    def _may_leave_between(self, first: Place, last: Place) -> bool:
+        """Whether a statement between two of a block can leave it, and what follows may not run."""
+        between = [
+            statement
+            for place, statement in self.frame.statements.items()
+            if place.block == first.block and first.index < place.index < last.index
+        ]
+        inside = [node for statement in between for node in descend(statement, (cst.FunctionDef, cst.Lambda))]
+        return any(isinstance(node, LEAVING) for node in inside)
+
     def _place_at_sum(self, candidate: Candidate) -> None:
         definition = candidate.sum_definition
+        if self._may_leave_between(definition.place, candidate.place):
+            raise Unavailable("the function may return between the residual sum and the norm")
         renderer = self._renderer(definition.place, (definition.value.node, candidate.root))
         call = self._call(candidate, renderer)
         used_after = self._remaining_reads(candidate)

@@ -21,6 +21,7 @@ from al_deepspeed.patching.values import (
     Read,
     Sum,
     Value,
+    View,
     canonical,
     has_effects,
     within,
@@ -74,6 +75,10 @@ class Renderer:
         if isinstance(value, Read):
             return self._read(value)
         if isinstance(value, Item):
+            if value.frame.caller is not None and value.index is not None and isinstance(value.source, View):
+                source = parenthesized(self.value(value.source))  # a helper's own names are none here
+                index = cst.SubscriptElement(cst.Index(cst.Integer(str(value.index))))
+                return cst.Subscript(source, [index])
             raise Unavailable(
                 f"{self.code(value)} is not bound to its value any more where the call would be"
             )
@@ -87,7 +92,7 @@ class Renderer:
         if bound is not None:
             return cst.Name(bound)
         made = value.definition.value
-        if made is None or isinstance(made, Item):
+        if made is None or (isinstance(made, Item) and made.frame.caller is None):
             raise Unavailable(f"{value.definition.name} has changed before the place of the call", value)
         if value.definition not in self.removed and any(
             what == "in place" for _, what, _ in self.frame.effects

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import PurePath
 
 import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
@@ -49,9 +50,11 @@ def rewrite(
     lines = _Lines(tree, source)
     library = Library(resolve)
     module = Module(source, "", library, tree)
+    module.is_package = PurePath(file).name == "__init__.py"
     evaluator = Evaluator(library, Norms())
     edits, sites, left = Edits(), [], []
     rewritten: set[cst.FunctionDef] = set()
+    scripted = _scripted_by_calls(tree, module) if "script" in source or FUSER in source else set()
     for (function, name), may_hold in zip(_functions(tree, module), promising, strict=True):
         if not may_hold or _is_rewritten(function.node, source):
             continue
@@ -62,6 +65,10 @@ def rewrite(
             return f"{file}:{lines[candidate.root]}" if observe else None
 
         found, planned = _settled(frame, site_of)
+        if planned.accepted and scripted.intersection(name.split(".")):
+            reason = "it is scripted by a call, and the op is opaque to TorchScript"
+            left += [Left(file, lines[c.root], name, reason) for c in planned.accepted]
+            continue
         edits.expressions |= planned.edits.expressions
         edits.statements |= planned.edits.statements
         for candidate in planned.accepted:
@@ -190,6 +197,18 @@ def _without_fusing(
         reached |= more
 
 
+def _scripted_by_calls(tree: cst.Module, module: Module) -> set[str]:
+    """Names of functions and classes given to `torch.jit.script(...)`, and of what those functions call."""
+    calls = [node for node in descend(tree) if isinstance(node, cst.Call) and _fuses(node.func, module)]
+    given = {name.value for call in calls for argument in call.args for name in names_below(argument.value)}
+    functions = [node for node in descend(tree) if isinstance(node, cst.FunctionDef)] if given else []
+    while True:
+        more = set().union(*(_called_names(f) for f in functions if f.name.value in given)) - given
+        if not more:
+            return given
+        given |= more
+
+
 def _called_names(node: cst.CSTNode) -> set[str]:
     calls = [call.func for call in descend(node) if isinstance(call, cst.Call)]
     last = [func.attr if isinstance(func, cst.Attribute) else func for func in calls]
@@ -197,7 +216,11 @@ def _called_names(node: cst.CSTNode) -> set[str]:
 
 
 def _is_fuser(decorator: cst.Decorator, module: Module) -> bool:
-    name = module.qualified(decorator.decorator) or ""
+    return _fuses(decorator.decorator, module)
+
+
+def _fuses(node: cst.BaseExpression, module: Module) -> bool:
+    name = module.qualified(node) or ""
     return name in FUSING_DECORATORS or name.rpartition(".")[2] == FUSER
 
 

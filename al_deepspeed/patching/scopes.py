@@ -57,9 +57,9 @@ def names_bound_in(node: cst.CSTNode) -> set[str]:
         if kind in (cst.FunctionDef, cst.ClassDef):
             bound.add(inner.name.value)
         elif kind in (cst.AssignTarget, cst.AnnAssign, cst.AugAssign, cst.For, cst.NamedExpr):
-            bound |= _target_names(inner.target)
+            bound |= target_names(inner.target)
         elif kind is cst.AsName:
-            bound |= _target_names(inner.name)
+            bound |= target_names(inner.name)
         elif kind is cst.ImportAlias and inner.asname is None:
             bound |= {name.value for name in names_below(inner.name)}
         elif kind in (cst.MatchAs, cst.MatchStar) and inner.name is not None:
@@ -67,9 +67,9 @@ def names_bound_in(node: cst.CSTNode) -> set[str]:
     return bound
 
 
-def _target_names(target: cst.CSTNode) -> set[str]:
+def target_names(target: cst.CSTNode) -> set[str]:
     if isinstance(target, cst.Name):
         return {target.value}
     if isinstance(target, cst.Tuple | cst.List):
-        return set().union(*(_target_names(element.value) for element in target.elements))
+        return set().union(*(target_names(element.value) for element in target.elements))
     return set()

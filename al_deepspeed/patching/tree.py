@@ -98,7 +98,8 @@ def resolver(path: Path, folder: Path, texts: dict[Path, str | None]) -> Callabl
     """A function from the name of a module that the file imports to that module's source, or None.
 
     Names that begin with dots are relative to the file's package. Others are looked up in the folders around
-    the file, then along sys.path; no module is imported. What was read is kept in `texts`.
+    the file that are no packages, where they must stand for one text, then along sys.path; no module is
+    imported. What was read is kept in `texts`.
     """
     package = path.parent
     tops = []
@@ -108,26 +109,28 @@ def resolver(path: Path, folder: Path, texts: dict[Path, str | None]) -> Callabl
             continue
         tops.append(parent)
         break
+    tops = [parent for parent in tops if not (parent / "__init__.py").exists()]
+
+    def text(start: Path, parts: list[str]) -> str | None:
+        inside = start.joinpath(*parts)
+        for candidate in (inside / "__init__.py", *([inside.with_name(f"{parts[-1]}.py")] if parts else [])):
+            if candidate not in texts:
+                texts[candidate] = _text(candidate)
+            if texts[candidate] is not None:
+                return texts[candidate]
+        return None
 
     def resolve(name: str) -> str | None:
         dots = len(name) - len(name.lstrip("."))
-        if dots:
-            starts = [package if dots == 1 else package.parents[dots - 2]]
-        else:
-            starts = [*reversed(tops), *(Path(entry or ".") for entry in sys.path)]
         parts = [part for part in name.split(".") if part]
-        for start in starts:
-            for candidate in (
-                start.joinpath(*parts).with_suffix(".py") if parts else None,
-                start.joinpath(*parts, "__init__.py"),
-            ):
-                if candidate is None:
-                    continue
-                if candidate not in texts:
-                    texts[candidate] = _text(candidate)
-                if texts[candidate] is not None:
-                    return texts[candidate]
-        return None
+        if dots:
+            folders = [package, *package.parents][dots - 1 : dots]
+            return text(folders[0], parts) if folders else None
+        around = {found for top in tops if (found := text(top, parts)) is not None}
+        if around:
+            return around.pop() if len(around) == 1 else None
+        along = (text(Path(entry or "."), parts) for entry in sys.path)
+        return next((found for found in along if found is not None), None)
 
     return resolve
 

@@ -70,6 +70,7 @@ class Definition:
     reads: list[cst.Name] = field(default_factory=list)
     foreign: bool = False  # also read where the matcher does not follow: closures, merges
     parameter: bool = False
+    looped: bool = False  # over what a loop goes through
 
     def read_elsewhere(self) -> None:
         if not self.foreign:
@@ -138,7 +139,7 @@ class Item(Value):
     """One of several results: `shift, scale = <source>`. It has no expression of its own."""
 
     source: Value
-    index: int
+    index: int | None  # None: behind a starred name
 
     def parts(self):
         return (self.source,)
