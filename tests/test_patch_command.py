@@ -1,7 +1,9 @@
 """`al-deepspeed patch` on a user's tree: what it says, its exit codes, and JSON alone on standard output."""
 
 import json
+import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -184,3 +186,13 @@ def test_verify_runs_a_site_of_any_names(tmp_path, case):
     )
     probed = probing.verify(tmp_path / "one")
     assert [probe.differences for probe in probed.probes] == [()] and probed.failed == ()
+
+
+def test_a_file_whose_name_is_no_text_is_shown_and_patched(tree, monkeypatch, capfdbinary):
+    file = Path(os.fsdecode(os.fsencode(tree) + b"/\xff.py"))
+    file.write_text(MODEL)
+    for action in ("check", "diff", "apply", "revert"):
+        assert ask(monkeypatch, action, tree) == 0
+    said = capfdbinary.readouterr().out
+    assert rb"\udcff.py" in said and b"+++ b/\xff.py" in said
+    assert file.read_text() == MODEL

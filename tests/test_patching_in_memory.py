@@ -340,6 +340,16 @@ def test_a_file_that_changed_since_its_import_is_left(codebase, edit):
     assert base.Base.forward.__code__.co_filename == str(folder / "base.py")
 
 
+@pytest.mark.parametrize("form", ["\x0c{}", "{}" + " + x" * 900], ids=["form feed", "long"])
+def test_a_file_that_the_matcher_cannot_parse_is_left_and_reported(codebase, form):
+    folder, load = codebase
+    line = "        return self.norm(x) * (1 + scale) + shift"
+    (folder / "base.py").write_text(BASE.replace(line, form.format(line)))
+    report = in_memory.patch_model(load("base").Other())
+    assert report.count == 0
+    assert any("Other.forward: the file was not parsed" in line for line in report.left)
+
+
 def test_a_helper_is_what_was_imported_not_what_its_file_says_now(codebase):
     folder, load = codebase
     (folder / "parts.py").write_text(PARTS.replace("normed * (1 + scale)", "normed * scale"))

@@ -174,12 +174,13 @@ def test_unreadable_files_are_named_and_the_rest_goes_on(tree):
     (tree / "broken.py").write_text(BLOCK + "def f(:\n")
     (tree / "binary.py").write_bytes(b"x = '\xff\xfe'\n")
     (tree / "nulls.py").write_bytes(b"x = 1\0\n")
+    (tree / "rot.py").write_text("# coding: rot13\n")
     (tree / "deep.py").write_text(f"norm = {'-' * 20000}1\n")
     os.mkfifo(tree / "pipe.py")
     before = {name: (tree / name).read_bytes() for name in ("broken.py", "binary.py", "nulls.py")}
     found = on_disk.examine(tree)
     unreadable = {note.file for note in found.unreadable}
-    assert unreadable == {"broken.py", "binary.py", "nulls.py", "deep.py", "pipe.py"}
+    assert unreadable == {"broken.py", "binary.py", "nulls.py", "deep.py", "pipe.py", "rot.py"}
     assert next(note.reason for note in found.unreadable if note.file == "broken.py").startswith("line 14:")
     on_disk.apply(tree)
     assert patched(tree / "a.py")
@@ -408,6 +409,24 @@ def test_two_commands_at_once_are_refused(tree):
     on_disk.apply(tree)
     with record.Record(tree).locked(), pytest.raises(PatchError, match="another patch command"):
         on_disk.revert(tree)
+
+
+def test_an_apply_that_comes_second_leaves_what_the_first_has_written(tree, monkeypatch):
+    look = on_disk.examine
+
+    def slow(*given):
+        monkeypatch.setattr(on_disk, "examine", look)
+        found = look(*given)
+        on_disk.apply(tree)
+        return found
+
+    monkeypatch.setattr(on_disk, "examine", slow)
+    before = contents(tree)
+    with pytest.raises(PatchError, match="changed since it was looked at"):
+        on_disk.apply(tree)
+    assert all(patched(tree / name) for name in ("a.py", "deep/b.py"))
+    on_disk.revert(tree)
+    assert contents(tree) == before
 
 
 def test_a_damaged_record_says_where_the_originals_are(tree):

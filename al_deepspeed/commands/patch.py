@@ -69,7 +69,7 @@ def run(
         sys.stdout.buffer.write(answer.text)
         sys.stdout.buffer.flush()
     else:
-        print(answer.text)
+        print(answer.text.encode(errors="backslashreplace").decode())  # a file's name may be no text
     if answer.code:
         raise typer.Exit(answer.code)
 

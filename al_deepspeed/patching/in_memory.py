@@ -174,7 +174,7 @@ def _find(classes: Iterable[type]) -> tuple[list[_Patch], list[str]]:
         name = ".".join(part for part, _ in place)
 
         def inside(found: Site | Left, name: str = name) -> bool:
-            return f"{found.function}.".startswith(f"{name}.")
+            return not found.function or f"{found.function}.".startswith(f"{name}.")
 
         left += [
             f"{item.file}:{item.line} {name}: {item.reason}" for item in filter(inside, live.rewritten.left)

@@ -15,10 +15,12 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from libcst import ParserSyntaxError
+
 from al_deepspeed.patching.calls import RUNTIME
 from al_deepspeed.patching.names import outlined
 from al_deepspeed.patching.rewriter import rewrite
-from al_deepspeed.patching.sites import Rewritten
+from al_deepspeed.patching.sites import Left, Rewritten
 from al_deepspeed.patching.tree import Source, read, resolver
 
 SHOWN = " (fused AdaLN)"
@@ -62,7 +64,11 @@ class LiveModule:
     def rewritten(self) -> Rewritten:
         """With calls that carry the original expression, for the contract check."""
         path = self._source.path
-        return rewrite(self._source.text, file=str(path), resolve=self._resolve, observe=True)
+        try:
+            return rewrite(self._source.text, file=str(path), resolve=self._resolve, observe=True)
+        except (ParserSyntaxError, RecursionError) as error:  # what Python takes, and the matcher does not
+            reason = f"the file was not parsed: {getattr(error, 'message', error)}"
+            return Rewritten(self._source.text, (), (Left(str(path), 1, "", reason),))
 
     @cached_property
     def observed(self) -> dict[Place, CodeType]:

@@ -9,6 +9,7 @@
 """
 
 import difflib
+import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -130,7 +131,7 @@ def diff(examined: Examined) -> bytes:
     """A unified diff of all files, in their own bytes; `patch -p1` in the folder takes it."""
     lines: list[bytes] = []
     for file in examined.to_patch:
-        name = file.name.encode() + (b"\t" if " " in file.name else b"")  # which ends a name with blanks
+        name = os.fsencode(file.name) + (b"\t" if " " in file.name else b"")  # which ends a name with blanks
         for line in difflib.diff_bytes(
             difflib.unified_diff,
             _LINE.findall(file.before),
@@ -223,7 +224,8 @@ def _look(source: Source, resolve: Callable[[str], str | None]) -> FileReport | 
             return FileReport(source.name, source.data, source.data, (), (), patched)
         rewritten = rewrite(source.text, file=source.name, resolve=resolve)
     except SyntaxError as error:
-        return Note(source.name, f"line {error.lineno}: {error.msg}")
+        where = f"line {error.lineno}: " if error.lineno else ""
+        return Note(source.name, f"{where}{error.msg}")
     except (ValueError, RecursionError, MemoryError) as error:  # null bytes; nested beyond reason
         return Note(source.name, f"not parsed: {str(error) or type(error).__name__}")
     except ParserSyntaxError as error:  # what Python takes, and LibCST does not

@@ -129,6 +129,11 @@ class Record:
         changes = list(changes)
         for change in changes:
             self._check_place(change.name)
+            if self._live(change.name) != change.before:  # as after another apply, ahead of this one's lock
+                raise PatchError(
+                    f"{self.folder / change.name} changed since it was looked at; nothing was changed. Check "
+                    "again, then apply."
+                )
         (self._home / "originals").mkdir(exist_ok=True)
         touched, entries = {}, self.entries()
         for change in changes:

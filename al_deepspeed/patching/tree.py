@@ -87,7 +87,7 @@ def read(folder: Path, name: str) -> Source | Note:
         text = data.decode(encoding)
     except OSError as error:
         return Note(name, error.strerror or str(error))
-    except (SyntaxError, UnicodeError) as error:
+    except (SyntaxError, ValueError, LookupError) as error:  # the last of a codec that is none of text
         return Note(name, f"not text in its declared encoding: {error}")
     if text.encode(encoding) != data:
         return Note(name, f"its text does not encode to the same bytes in {encoding}")
