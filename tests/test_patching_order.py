@@ -86,6 +86,7 @@ ORDER = {
         INPLACE,
     ),
     "a name that an operand binds": body("return gate * (x := self.f(x)) + x"),
+    "two statements on a line": body("y = self.f(x); x = x + gate * y\nreturn x"),
 }
 
 

@@ -145,17 +145,20 @@ class Frame:
         self.surrounding[number] = tuple(self.surroundings)
         if fixed or any(place.block in self.fixed_blocks for place in self.stack):
             self.fixed_blocks.add(number)
-        ends = False
-        for index, statement in enumerate(body.body):
+        ends, lines = False, {}
+        for statement in body.body:
+            if isinstance(statement, cst.SimpleStatementLine):
+                lines |= dict.fromkeys(statement.body, statement)  # each has a place
+            else:
+                lines[statement] = statement
+        for index, (statement, line) in enumerate(lines.items()):
             place = Place(number, index)
             self.stack.append(place)
             self.snapshots[place] = dict(self.names)
-            self.statements[place] = statement
-            if isinstance(statement, cst.SimpleStatementLine):
-                for small in statement.body:
-                    ends |= self._simple(small, statement if len(statement.body) == 1 else None)
-            elif isinstance(statement, cst.BaseSmallStatement):  # `if x: a = b` on one line
-                ends |= self._simple(statement, None)
+            self.statements[place] = line
+            if isinstance(statement, cst.BaseSmallStatement):  # `if x: a = b` has no line of its own
+                alone = isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1
+                ends |= self._simple(statement, line if alone else None)
             else:
                 self._compound(statement)
             self.stack.pop()
