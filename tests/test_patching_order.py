@@ -95,6 +95,11 @@ def test_operands_are_evaluated_in_the_order_of_the_source(case):
     assert_computes_the_same(ORDER[case], gradients=case.startswith("k"))
 
 
+def test_operands_that_draw_random_numbers_draw_them_in_order():
+    lines = "return self.norm(F.dropout(x)) * (1 + F.dropout(scale)) + F.dropout(shift)"
+    assert assert_computes_the_same(body(lines)) == 1
+
+
 def test_operands_without_effects_stay_in_the_order_of_the_signature():
     source = HEAD + body("return x + mod.gate[:, None] * self.f(x)").replace("gate, shift", "mod, shift")
     assert "gated_residual(x, self.f(x), mod.gate[:, None])" in rewrite(source).source
@@ -119,6 +124,26 @@ HIDDEN = {
     "a view by a method": "change(x.swapaxes(0, 1))",
     "a choice": "change(x if scale is not None else shift)",
 }
+
+
+MODES = {
+    "by a function": ("torch.set_grad_enabled(False)", "torch.set_grad_enabled(True)"),
+    "by hand": ("mode = torch.no_grad()\nmode.__enter__()", "mode.__exit__(None, None, None)"),
+}
+
+
+@pytest.mark.parametrize("case", MODES)
+def test_gradients_switched_between_the_steps(case):
+    before, after = MODES[case]
+    lines = f"{before}\nn, s = self.norm(x), 1 + scale\n{after}\nreturn x + n * s + shift"
+    assert assert_computes_the_same(body(lines)) == 0
+
+
+def test_an_f_string_stays():
+    source = HEAD + body("print(f'{(x + gate * self.f(x)).shape}')\nreturn self.norm(x) * (1 + scale)")
+    observed = rewrite(source, observe=True)
+    compile(observed.source, "layer", "exec")
+    assert [site.kind for site in observed.sites] == ["adaln"]
 
 
 @pytest.mark.parametrize("case", HIDDEN)

@@ -132,7 +132,8 @@ def _visit(frame: Frame, place: Place, node: cst.CSTNode, found: Found, part_of:
             found.candidates.append(candidate)
             for match in (candidate.modulated, candidate.residual):
                 part_of = part_of if match is None else part_of | match.trail.nodes
-    for child in children(node):
+    # An expression in an f-string cannot hold quotes of its kind.
+    for child in () if type(node) is cst.FormattedString else children(node):
         _visit(frame, place, child, found, part_of)
 
 

@@ -55,6 +55,8 @@ def changed_between(frame: Frame, candidate: Candidate) -> str | None:
     for number, (stack, what, values) in enumerate(frame.effects[first:last], first):
         if what == "in place":
             return "a tensor is changed in place between its steps"
+        if what == "mode":
+            return "a setting of torch may change between its steps"
         # A call in a statement of the candidate's own matters to what was computed before it alone.
         seen = [leaf for mark, leaf in consumed if mark <= number] if stack[-1] in own else leaves
         if not seen:
@@ -163,14 +165,17 @@ def _memory_of(value: Value) -> list[Value]:
             stack.append(inner.base)
         if not isinstance(inner, Opaque) or isinstance(inner.node, NEW):
             continue
-        callee = inner.inner[0] if isinstance(inner.node, cst.Call) and inner.inner else None
+        if not isinstance(inner.node, cst.Call):
+            stack += inner.inner
+            continue
+        callee, *given = inner.inner
         root = callee
         while isinstance(root, Attribute | View):
             root = root.base
-        if callee is None or isinstance(root, Global):
-            stack += inner.inner
-        elif isinstance(callee, Attribute) and not is_receiver(root):
-            stack.append(callee.base)
+        if isinstance(root, Global):
+            stack += given
+        elif not is_receiver(root):
+            stack.append(callee.base if isinstance(callee, Attribute) else callee)
     return list(found.values())
 
 

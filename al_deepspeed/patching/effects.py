@@ -8,6 +8,7 @@ from al_deepspeed.patching.flow import Frame
 from al_deepspeed.patching.values import Attribute, Global, Read, Value, is_receiver
 
 GRADIENTS = frozenset(["register_hook", "retain_grad", "torch.autograd.grad", "torch.autograd.backward"])
+MODES = frozenset(["__enter__", "__exit__", "enter_context", "close", "seed", "manual_seed"])
 RANDOM = frozenset(
     ["rand", "randn", "rand_like", "randn_like", "randint", "normal", "bernoulli", "dropout", "multinomial"]
 )
@@ -15,7 +16,7 @@ RANDOM = frozenset(
 
 def is_harmless(frame: Frame, node: cst.Call) -> bool:
     """torch functions, methods named like pure ones, and a few builtins change nothing."""
-    if changes_in_place(frame, node):
+    if changes_in_place(frame, node) or changes_mode(frame, node):
         return False
     name = frame.module.stands_for(node.func)
     if name is None:
@@ -30,6 +31,8 @@ def effect(evaluator, frame: Frame, node: cst.Call, callee: Value, given: tuple[
     """What an unknown call may change: what it is told to, what it is given, or what else it sees."""
     if changes_in_place(frame, node):
         return "in place"
+    if changes_mode(frame, node):
+        return "mode"
     if {getattr(callee, "name", ""), frame.module.stands_for(node.func)} & GRADIENTS:
         return "gradient"
     if isinstance(callee, Read) and callee.definition.value is None and not callee.definition.parameter:
@@ -43,6 +46,13 @@ def effect(evaluator, frame: Frame, node: cst.Call, callee: Value, given: tuple[
         return "call"
     holds_module = is_receiver(callee.base) and evaluator.norms.assigned(owner, callee.name)
     return "call" if holds_module else "method"
+
+
+def changes_mode(frame: Frame, node: cst.Call) -> bool:
+    """`torch.set_grad_enabled(...)` and its like, and a context entered or left by hand."""
+    name = frame.module.stands_for(node.func) or ""
+    last = name.rpartition(".")[2]
+    return last in MODES or (name.startswith("torch.") and last.lstrip("_").startswith("set_"))
 
 
 def changes_in_place(frame: Frame, node: cst.Call) -> bool:
