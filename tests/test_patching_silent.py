@@ -239,6 +239,20 @@ def test_a_norm_that_changed_since_it_was_recognised_runs_as_it_is(load, change)
         assert not torch.allclose(first[0], found[0], atol=1e-2)
 
 
+@pytest.mark.parametrize("keeps", ["self.highest = x.detach().abs().max()", "self.calls = self.calls + 1"])
+def test_a_norm_that_keeps_something_of_its_input_runs_as_it_is(load, keeps):
+    line = "            weight, bias = self.weight.float(), self.bias.float()\n"
+    text = PLAIN.replace("    class Block", "        calls = 0\n\n    class Block").replace(
+        line, f"            {keeps}\n{line}"
+    )
+    modules = load({"base": text}, patched=False)
+    model = modules["base"].Block()
+    own_norm(model, modules)
+    assert patch_model(filled(model)).count == 1
+    outcome(model)
+    assert model.norm.calls == 1 if "calls" in keeps else model.norm.highest > 0
+
+
 def test_hooks_on_all_modules_see_the_norm(load):
     model = filled(load({"base": PLAIN}, patched=False)["base"].Block())
     assert patch_model(model).count == 1

@@ -165,7 +165,13 @@ class _Trial:
         return cls(rows.to(device, dtype), weights)
 
     def run(self, norm: nn.Module, training: bool) -> Tensor:
-        return type(norm).forward(_copy(norm, self.weights, training), self.rows)
+        copy = _copy(norm, self.weights, training)
+        held = dict(vars(copy))
+        y = type(norm).forward(copy, self.rows)
+        new = [value for name, value in vars(copy).items() if value is not held.get(name)]
+        if any(isinstance(value, Tensor | int | float) and type(value) is not bool for value in new):
+            raise ValueError("it keeps a statistic of what passes through it")
+        return y
 
     def definition(self, known: Known) -> Tensor:
         x = self.rows.double()
