@@ -122,6 +122,18 @@ CASES = {
         ["library"],
         False,
     ),
+    "a base of a package inside": (
+        {
+            "al_pkg/model.py": BLOCK.format(imports="", layer=".layer", call="self.modulate"),
+            "al_fork/__init__.py": "",
+            "al_fork/al_pkg/__init__.py": "",
+            "al_fork/al_pkg/layer.py": "from al_pkg.model import Block\n\n\nclass Layer(Block):\n    "
+            + OTHER.replace("(x", "(self, x").replace("\n    ", "\n        "),
+        },
+        "al_fork.al_pkg.layer",
+        [],
+        False,
+    ),
     "a base of another package": (
         {
             "al_pkg/model.py": BLOCK.format(imports="", layer=".layer", call="self.modulate"),

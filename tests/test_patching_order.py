@@ -139,6 +139,21 @@ def test_gradients_switched_between_the_steps(case):
     assert assert_computes_the_same(body(lines)) == 0
 
 
+LEFT = {
+    "a product": ("n = self.norm(x)\nn *= 1 + scale\nreturn n + shift", "in place"),
+    "a method": ("return self.norm(x).mul_(1 + scale) + shift", "in place"),
+    "a comprehension": ("return sum([self.norm(t) * (1 + scale) for t in (x, 2 * x)])", "comprehension"),
+    "a lambda": ("f = lambda t: self.norm(t) * (1 + scale) + shift\nreturn f(x)", "lambda"),
+}
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_what_is_left_is_reported(case):
+    lines, reason = LEFT[case]
+    assert assert_computes_the_same(body(lines), gradients=False) == 0
+    assert [item.reason for item in rewrite(HEAD + body(lines)).left if reason in item.reason]
+
+
 def test_an_f_string_stays():
     source = HEAD + body("print(f'{(x + gate * self.f(x)).shape}')\nreturn self.norm(x) * (1 + scale)")
     observed = rewrite(source, observe=True)

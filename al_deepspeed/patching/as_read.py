@@ -46,7 +46,7 @@ def _is_function(found: Any, module: str, name: str) -> bool:
         found = getattr(found, wrapped, found)
     if not isinstance(found, FunctionType) or hasattr(found, "__wrapped__"):
         return False
-    return found.__qualname__ == name and f".{found.__module__}".endswith(f".{module}")
+    return (found.__module__, found.__qualname__) == (module, name)
 
 
 @torch.compiler.assume_constant_result

@@ -25,7 +25,9 @@ from al_deepspeed.patching.patterns import (
     match_modulated,
     match_norm,
     match_sum,
+    modulates_in_place,
     origin,
+    reads_as_modulation,
 )
 from al_deepspeed.patching.values import (
     Attribute,
@@ -49,6 +51,7 @@ from al_deepspeed.patching.values import (
 )
 
 RUNTIME = "_al_adaln"  # what rewritten modules call the runtime
+IN_PLACE = "the norm is modulated in place"
 NOT_ONE_PLUS = "the norm is multiplied by something that is not 1 + scale"
 
 
@@ -106,6 +109,8 @@ def find_candidates(frame: Frame, refused: frozenset[cst.BaseExpression] = froze
     _join_residuals(found, origins)
     _keep_gated(frame, found, origins)
     for node, value in frame.augmented:
+        if modulates_in_place(value):
+            found.near_misses.append((node, IN_PLACE))
         residual = match_sum(value) if isinstance(value, Sum) else None
         if residual is not None and residual.gate is not None and is_gated(residual, origins):
             found.near_misses.append((node, "the residual is added in place (+=), which others may see"))
@@ -126,6 +131,10 @@ def _origins(found: Found) -> list[Value]:
 def _visit(frame: Frame, place: Place, node: cst.CSTNode, found: Found, part_of: set) -> None:
     """Outermost expressions first; what belongs to a match is not matched again."""
     value = frame.values.get(node)
+    if value is None and reads_as_modulation(node):
+        found.near_misses.append((node, "it stands in a lambda or comprehension"))
+    if modulates_in_place(value):
+        found.near_misses.append((node, IN_PLACE))
     if value is not None and node not in part_of:
         candidate = _match(place, node, value, found)
         if candidate is not None:

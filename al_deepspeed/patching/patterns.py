@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
+from al_deepspeed.patching.norms import is_role
 from al_deepspeed.patching.values import (
     SAME_VALUES,
     Cast,
@@ -227,6 +228,35 @@ def _one_plus(value: Value, trail: Trail) -> Operand | None:
             return None
         passed.through(value)
         value = value.base
+
+
+def modulates_in_place(value: Value | None) -> bool:
+    """`norm(x).mul_(1 + scale)`, or `n *= 1 + scale`."""
+    if not isinstance(value, Opaque) or len(value.inner) != 2:
+        return False
+    if isinstance(value.node, cst.Call) and getattr(value.node.func, "attr", cst.Name("_")).value != "mul_":
+        return False
+    normed, factor = value.inner
+    return isinstance(peel(normed, Trail())[0], Normed) and _one_plus(factor, Trail()) is not None
+
+
+def reads_as_modulation(node: cst.CSTNode) -> bool:
+    """`norm(x) * (1 + scale)`, by the look of it alone."""
+    if type(node) is not cst.BinaryOperation or type(node.operator) is not cst.Multiply:
+        return False
+    for one, other in ((node.left, node.right), (node.right, node.left)):
+        if not (isinstance(one, cst.Call) and isinstance(other, cst.BinaryOperation)):
+            continue
+        name = one.func.attr if isinstance(one.func, cst.Attribute) else one.func
+        ones = [term for term in (other.left, other.right) if isinstance(term, cst.Integer | cst.Float)]
+        if (
+            isinstance(name, cst.Name)
+            and is_role(name.value)
+            and isinstance(other.operator, cst.Add)
+            and ones
+        ):
+            return True
+    return False
 
 
 def _is_constant(value: Value) -> bool:
