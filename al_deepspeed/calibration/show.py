@@ -161,9 +161,9 @@ def _draw_curve(axes, calibration: Calibration) -> None:
     )
     axes.axhline(rates[-1], color="grey", lw=0.8, ls="--", label="no budget: M_mem alone")
     axes.set(
-        xscale="log",
         xlabel="budget of a micro-batch, ms",
         ylabel=f"tokens/s under dual_constraint, R = {calibration.world_size}",
+        xlim=(0, 1.05 * max(costs)),
         ylim=(0, 1.08 * max(rates)),
     )
     axes.legend(fontsize=8, loc="lower right")
