@@ -9,23 +9,49 @@ namespace adaln {
 // ---- chunks ----------------------------------------------------------------------------------------------------
 // The rows are cut into chunks, each summed by one block in a fixed order, so that the bits never depend on which SM
 // ran it. The hardware starts blocks in order: first one large chunk for every block that fits on the device, then
-// small ones that fill in wherever an SM is done early.
+// small ones that fill in wherever an SM is done early. In the order of rows there come, `units` times, `large_each`
+// large chunks and `small_each` small ones, then large ones.
 struct Chunks {
-  int64_t large_count, large_rows, small_rows, count;
+  int64_t large_count, large_rows, small_rows, count, units, large_each, small_each;
 
   static Chunks equal(int64_t rows, int64_t rows_each) {
     const int64_t count = (rows + rows_each - 1) / rows_each;
-    return {count, rows_each, rows_each, count};
+    return {0, rows_each, rows_each, count, 1, 0, count};
+  }
+  // Small chunks at the end are up to 1% faster, but the group there has all of them to sum up. `spread`: one
+  // after every few large ones, for many groups.
+  static Chunks mixed(int64_t rows, int64_t large_count, int64_t large_rows, int64_t small_rows, bool spread) {
+    const int64_t rest = rows - large_count * large_rows, small_count = (rest + small_rows - 1) / small_rows;
+    const int64_t count = large_count + small_count;
+    if (!spread || small_count == 0 || small_count > large_count)
+      return {large_count, large_rows, small_rows, count, 1, large_count, small_count};
+    return {large_count, large_rows, small_rows, count, small_count, large_count / small_count, 1};
+  }
+  // The chunk that block `n` takes.
+  __device__ __forceinline__ int64_t nth(int64_t n) const {
+    if (n < large_count) return n + min(divide(n, large_each), units) * small_each;
+    const int64_t small = n - large_count;
+    return (divide(small, small_each) + 1) * large_each + small;
   }
   __device__ __forceinline__ int64_t first(int64_t chunk) const {
-    return chunk < large_count ? chunk * large_rows : large_count * large_rows + (chunk - large_count) * small_rows;
+    const int64_t unit = min(divide(chunk, large_each + small_each), units);
+    const int64_t inside = chunk - unit * (large_each + small_each);
+    const int64_t large = unit < units ? min(inside, large_each) : inside;
+    return unit * unit_rows() + large * large_rows + (inside - large) * small_rows;
   }
   __device__ __forceinline__ int64_t last(int64_t chunk, int64_t rows) const { return min(first(chunk + 1), rows); }
   __device__ __forceinline__ int64_t of(int64_t row) const {
-    const int64_t in_large = large_count * large_rows;
-    if (row > INT32_MAX) return row < in_large ? row / large_rows : large_count + (row - in_large) / small_rows;
-    const auto small = [](int64_t n) { return static_cast<uint32_t>(n); };  // a cheap division
-    return row < in_large ? small(row) / small(large_rows) : large_count + small(row - in_large) / small(small_rows);
+    const int64_t unit = min(divide(row, unit_rows()), units), inside = row - unit * unit_rows();
+    const int64_t small = inside - large_each * large_rows;
+    const int64_t before = unit * (large_each + small_each);
+    if (unit < units && small >= 0) return before + large_each + divide(small, small_rows);
+    return before + divide(inside, large_rows);
+  }
+
+ private:
+  __device__ __forceinline__ int64_t unit_rows() const { return large_each * large_rows + small_each * small_rows; }
+  static __device__ __forceinline__ int64_t divide(int64_t n, int64_t by) {  // in 32 bits where possible: much cheaper
+    return (n | by) <= INT32_MAX ? static_cast<uint32_t>(n) / static_cast<uint32_t>(by) : n / by;
   }
 };
 
@@ -47,7 +73,7 @@ struct Partials {
     return weigh ? 0 : geometry.group_index(place);
   }
 };
-constexpr int kTile = 16;  // columns a block of reduce_partials() takes
+constexpr int kTile = 16;  // columns a block of reduce_partials() takes at least
 inline int64_t padded(int64_t features) { return (features + kTile - 1) / kTile * kTile; }
 
 // ---- one row, any types ----------------------------------------------------------------------------------------
@@ -93,9 +119,9 @@ inline bool all_backward_aligned(const AdalnBackward& op, int width) {
 
 cudaError_t backward_rows(const AdalnBackward& op, const Geometry& geometry, float2* row_means, cudaStream_t stream);
 
-// How the one-pass kernel would run; blocks == 0: it does not take this operator.
+// How the one-pass kernel would run; threads == 0: it does not take this operator.
 struct OnePassPlan {
-  int tile_rows, stages, threads, shared_bytes;
+  int tile_rows, stages, threads, shared_bytes, first_blocks;  // that start together
   Chunks chunks;
 };
 OnePassPlan plan_one_pass(const AdalnBackward& op, const Geometry& geometry);

@@ -117,88 +117,124 @@ __global__ void __launch_bounds__(kColumnThreads)
   }
 }
 
-// Second stage. A block takes 16 columns of one group: 4 lanes of 4 columns side by side, the rest of the block apart
-// in slots; then the shares are joined in a fixed order, by shuffles and through shared memory. Blocks are small enough
-// to be set up beside the last chunks of the first stage.
+// Second stage. A block takes 4 * lanes columns of one group: lanes of 4 columns side by side, the rest of the block
+// apart in slots; then the shares are joined in a fixed order, by shuffles and through shared memory. All that a thread
+// reads, up to kBatch slots at a time, is on its way before the first is added: what counts here is latency.
 //   reads   partials of the group      slots * sums * D * 4, mostly from L2
 //   writes  dshift = sum dy,  dscale = weight * sum(dy h) + bias * sum(dy),  dgate    zeros for an empty group
 //           group_sums                 both norm sums in fp32, when dweight or dbias is asked for
-constexpr int kLanes = kTile / 4;
-constexpr int kJoin = 64;  // threads along the slots
+constexpr int kJoinThreads = 256;  // at most: small enough to be set up beside the last chunks of the first stage
+constexpr int kBatch = 4, kLeastLanes = kTile / 4, kMostLanes = kWarp;
 
-__global__ void __launch_bounds__(kLanes* kJoin)
+// Not an ordinary load, which the compiler moves to where the value is added.
+__device__ __forceinline__ void load_now(const float* from, float4& v) {
+  asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from));
+}
+
+// kSums: sums in a slot. 1: the gate's, 2: the norm's, 3: both.
+template <int kSums>
+__global__ void __launch_bounds__(kJoinThreads)
     join_partials(const __grid_constant__ AdalnBackward op, const __grid_constant__ Geometry geometry,
-                  const __grid_constant__ Chunks chunks, const __grid_constant__ Partials partials, float* group_sums) {
-  __shared__ float shares[3][kLanes * kJoin / kWarp][kTile];
-  const int tiles = static_cast<int>(partials.width / kTile);
+                  const __grid_constant__ Chunks chunks, const __grid_constant__ Partials partials, float* group_sums,
+                  int lanes) {
+  extern __shared__ float4 shares[];  // [kSums][warps][lanes]
+  __shared__ int known_slots;
+  const int columns = 4 * lanes, tiles = static_cast<int>((partials.width + columns - 1) / columns);
   const int64_t group = blockIdx.x / tiles;
-  const int column = static_cast<int>(blockIdx.x % tiles) * kTile;
+  const int column = static_cast<int>(blockIdx.x - group * tiles) * columns;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
   // Everything but the partials is read before waiting for them.
   int64_t first = 0, last = geometry.rows;
   if (!partials.weigh) geometry.group_rows(group, first, last);
-  const int count = partials.count();
   const int64_t from = first < last ? chunks.of(first) : 0;
   const int slots = first < last ? static_cast<int>(chunks.of(last - 1) - from) + 1 : 0;
-  const float* slot = partials.slot(from, group) + column + 4 * (threadIdx.x % kLanes);
-  const int64_t pitch = count * partials.width;
-  const int own = min(column + lane % kTile, geometry.features - 1);
-  const float weight = op.weight.data ? load_one(op.weight.data, op.weight.dtype, own) : 1.f;
-  const float bias = op.bias.data ? load_one(op.bias.data, op.bias.dtype, own) : 0.f;
+  const int read = min(column + 4 * static_cast<int>(threadIdx.x % lanes), static_cast<int>(partials.width) - 4);
+  const float* slot = partials.slot(from, group) + read;
+  const int64_t pitch = kSums * partials.width;
+  const int own = column + 4 * static_cast<int>(threadIdx.x);  // of the first threads, who write
+  float weight[4], bias[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const bool there = threadIdx.x < lanes && own + i < geometry.features;
+    weight[i] = there && op.weight.data ? load_one(op.weight.data, op.weight.dtype, own + i) : 1.f;
+    bias[i] = there && op.bias.data ? load_one(op.bias.data, op.bias.dtype, own + i) : 0.f;
+  }
   Place place{};
   if (geometry.mode != ADALN_GROUP_NONE && !partials.weigh) {
     place.sample = group / geometry.groups_per_sample;
     place.group = group - place.sample * geometry.groups_per_sample;
   }
+  if (threadIdx.x == 0) known_slots = slots;
   wait_for_previous();
   let_next_start();
-  float4 sum[3];
+  float4 sum[kSums];
 #pragma unroll
-  for (int s = 0; s < 3; ++s) sum[s] = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 8
-  for (int k = threadIdx.x / kLanes; k < slots; k += blockDim.x / kLanes) {
+  for (int s = 0; s < kSums; ++s) sum[s] = make_float4(0.f, 0.f, 0.f, 0.f);
+  const int step = blockDim.x / lanes;
+  for (int start = 0; start < slots; start += kBatch * step) {
+    const int k = start + threadIdx.x / lanes;
+    float4 v[kBatch][kSums];
 #pragma unroll
-    for (int s = 0; s < 3; ++s) {
-      if (s < count) {
-        const float4 v = *reinterpret_cast<const float4*>(slot + k * pitch + s * partials.width);
-        sum[s].x += v.x;
-        sum[s].y += v.y;
-        sum[s].z += v.z;
-        sum[s].w += v.w;
+    for (int j = 0; j < kBatch; ++j)
+#pragma unroll
+      for (int s = 0; s < kSums; ++s)  // past the end the last slot again, which is not added
+        load_now(slot + min(k + j * step, slots - 1) * pitch + s * partials.width, v[j][s]);
+    __syncthreads();
+    const int known = known_slots;  // read here, or the compiler adds each slot before it loads the next
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (k + j * step < known) {
+#pragma unroll
+        for (int s = 0; s < kSums; ++s) {
+          sum[s].x += v[j][s].x;
+          sum[s].y += v[j][s].y;
+          sum[s].z += v[j][s].z;
+          sum[s].w += v[j][s].w;
+        }
       }
     }
   }
 #pragma unroll
-  for (int s = 0; s < 3; ++s) {
+  for (int s = 0; s < kSums; ++s) {
 #pragma unroll
-    for (int reach = kWarp / 2; reach >= kLanes; reach /= 2) {
+    for (int reach = kWarp / 2; reach >= kLeastLanes; reach /= 2) {
+      if (reach < lanes) break;
       sum[s].x += __shfl_xor_sync(~0u, sum[s].x, reach);
       sum[s].y += __shfl_xor_sync(~0u, sum[s].y, reach);
       sum[s].z += __shfl_xor_sync(~0u, sum[s].z, reach);
       sum[s].w += __shfl_xor_sync(~0u, sum[s].w, reach);
     }
-    if (lane < kLanes) *reinterpret_cast<float4*>(&shares[s][warp][4 * lane]) = sum[s];
+    if (lane < lanes) shares[(s * warps + warp) * lanes + lane] = sum[s];
   }
   __syncthreads();
-  if (warp > 0 || lane >= kTile || column + lane >= geometry.features) return;
-  float total[3] = {};
+  if (threadIdx.x >= lanes) return;
+  float total[kSums][4] = {};
+  for (int w = 0; w < warps; ++w) {
 #pragma unroll
-  for (int w = 0; w < kLanes * kJoin / kWarp; ++w) {
-#pragma unroll
-    for (int s = 0; s < 3; ++s)
-      if (w < warps) total[s] += shares[s][w][lane];
-  }
-  if (partials.norm_sums) {
-    if (op.dshift.data) store_one(row_of(op.dshift, place), op.dshift.dtype, own, total[0]);
-    if (op.dscale.data)
-      store_one(row_of(op.dscale, place), op.dscale.dtype, own, fmaf(weight, total[1], bias * total[0]));
-    if (group_sums) {
-      group_sums[2 * group * partials.width + own] = total[0];
-      group_sums[(2 * group + 1) * partials.width + own] = total[1];
+    for (int s = 0; s < kSums; ++s) {
+      const float4 share = shares[(s * warps + w) * lanes + threadIdx.x];
+      total[s][0] += share.x;
+      total[s][1] += share.y;
+      total[s][2] += share.z;
+      total[s][3] += share.w;
     }
   }
-  if (partials.gate_sum && op.dgate.data)
-    store_one(row_of(op.dgate, place), op.dgate.dtype, own, partials.norm_sums ? total[2] : total[0]);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int at = own + i;
+    if (at >= geometry.features) return;
+    if constexpr (kSums > 1) {
+      const float dy = total[0][i], dyh = total[1][i];
+      if (op.dshift.data) store_one(row_of(op.dshift, place), op.dshift.dtype, at, dy);
+      if (op.dscale.data)
+        store_one(row_of(op.dscale, place), op.dscale.dtype, at, fmaf(weight[i], dyh, bias[i] * dy));
+      if (group_sums) {
+        group_sums[2 * group * partials.width + at] = dy;
+        group_sums[(2 * group + 1) * partials.width + at] = dyh;
+      }
+    }
+    if (kSums != 2 && op.dgate.data) store_one(row_of(op.dgate, place), op.dgate.dtype, at, total[kSums - 1][i]);
+  }
 }
 
 // dweight = sum over groups of (1 + scale) * sum(dy h), dbias likewise of sum(dy): a thread a column and share of the
@@ -273,14 +309,22 @@ cudaError_t backward_columns(const AdalnBackward& op, const Geometry& geometry, 
 cudaError_t reduce_partials(const AdalnBackward& op, const Geometry& geometry, const Chunks& chunks,
                             const Partials& partials, float* group_sums, cudaStream_t stream) {
   const int64_t groups = partials.weigh ? 1 : geometry.group_count();
-  const int64_t blocks = groups * (partials.width / kTile);
+  // The widest blocks that still reach every SM, and threads enough for one batch of the slots that a group has on
+  // average: few blocks, all running at once.
+  int lanes = kMostLanes;
+  const auto blocks_of = [&](int lanes) { return groups * ((partials.width + 4 * lanes - 1) / (4 * lanes)); };
+  while (lanes > kLeastLanes && blocks_of(lanes) < current_device().multiprocessors) lanes /= 2;
+  const int64_t blocks = blocks_of(lanes);
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   if (blocks > 0) {
-    // As many threads as a group has slots on average, so that none of many small groups costs a full block.
-    const int64_t slots = chunks.count / std::max<int64_t>(groups, 1) + 1;
-    const int threads = std::max(kWarp, kLanes * static_cast<int>(std::min<int64_t>(kJoin, (slots + 7) / 8 * 8)));
-    const cudaError_t error = launch_early(join_partials, static_cast<unsigned>(blocks), threads, 0, stream, op,
-                                           geometry, chunks, partials, group_sums);
+    const int64_t slots = chunks.count / groups + 1;
+    int threads = kWarp;
+    while (threads < kJoinThreads && threads / lanes * kBatch < slots) threads *= 2;
+    const int sums = partials.count();
+    const auto kernel = sums == 1 ? join_partials<1> : sums == 2 ? join_partials<2> : join_partials<3>;
+    const int shared_bytes = sums * threads / kWarp * lanes * static_cast<int>(sizeof(float4));
+    const cudaError_t error = launch_early(kernel, static_cast<unsigned>(blocks), threads, shared_bytes, stream, op,
+                                           geometry, chunks, partials, group_sums, lanes);
     if (error != cudaSuccess) return error;
   }
   if (!group_sums) return cudaSuccess;

@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(max_threads(kRows, kBranch, T::kBytes), 1)
   const bool layer_norm = op.norm == ADALN_LAYER_NORM;
   const bool has_residual_gradient = kBranch && op.dresidual_out.data;
 
-  const int chunk = blockIdx.x;
+  const int64_t chunk = p.chunks.nth(blockIdx.x);
   const int last = static_cast<int>(p.chunks.last(chunk, geometry.rows));
   int row = static_cast<int>(p.chunks.first(chunk));
 
@@ -101,7 +101,8 @@ __global__ void __launch_bounds__(max_threads(kRows, kBranch, T::kBytes), 1)
   }
   copy_fence();
   __syncthreads();
-  if (warp == 0 && chunk < p.first_blocks && geometry.mode != ADALN_PACKED) {  // a first tile, while others still write
+  const bool starts_early = static_cast<int>(blockIdx.x) < p.first_blocks && geometry.mode != ADALN_PACKED;
+  if (warp == 0 && starts_early) {  // a first tile, while others still write
     const Place place = geometry.place(row);
     const int rows = static_cast<int>(min(int64_t{min(kRows, last - row)}, geometry.run_end(row, place) - row));
     prefetch_tile<kRows>(ring, static_cast<int>(place.sample), static_cast<int>(place.token), rows);
@@ -384,16 +385,21 @@ OnePassPlan plan_one_pass(const AdalnBackward& op, const Geometry& geometry) {
   constexpr double kLargeShare = 0.985;
   constexpr int64_t kFewRows = 64;  // a block
   const int64_t slots = static_cast<int64_t>(blocks) * device.multiprocessors;
+  plan.first_blocks = static_cast<int>(slots);
   const int64_t equal = (geometry.rows + slots - 1) / slots;
   if (equal < kFewRows) {
     plan.chunks = Chunks::equal(geometry.rows, std::max<int64_t>(equal, tile));
     return plan;
   }
   const auto whole_tiles = [&](int64_t rows) { return (rows + tile - 1) / tile * tile; };
-  const int64_t large_rows = static_cast<int64_t>(kLargeShare * geometry.rows / slots) / tile * tile;
+  int64_t large_rows = static_cast<int64_t>(kLargeShare * geometry.rows / slots) / tile * tile;
+  // A tile more where twice as much would be left.
+  const bool coarse = geometry.rows - slots * large_rows > 2 * (1 - kLargeShare) * geometry.rows;
+  if (coarse && slots * (large_rows + tile) <= geometry.rows) large_rows += tile;
   const int64_t rest = geometry.rows - slots * large_rows;
-  const int64_t small_rows = whole_tiles((rest + slots - 1) / slots);
-  plan.chunks = {slots, large_rows, small_rows, slots + (rest + small_rows - 1) / small_rows};
+  const int64_t small_rows = std::max<int64_t>(tile, whole_tiles((rest + slots - 1) / slots));
+  constexpr int64_t kFewGroups = 4;
+  plan.chunks = Chunks::mixed(geometry.rows, slots, large_rows, small_rows, geometry.group_count() > kFewGroups);
   return plan;
 }
 
@@ -411,7 +417,7 @@ cudaError_t backward_one_pass(const AdalnBackward& op, const Geometry& geometry,
   ring.row_bytes = geometry.features * element_bytes(op.x.dtype);
   ring.row_pitch = plan.threads * kColumns * element_bytes(op.x.dtype);
   ring.stage_bytes = ring.stream_count * plan.tile_rows * ring.row_pitch;
-  p.first_blocks = static_cast<int>(plan.chunks.large_count);
+  p.first_blocks = plan.first_blocks;
   p.inverse = 1.f / geometry.features;
   if (op.x.dtype == ADALN_F32) return launch_typed<F32>(p, plan, stream);
   if (op.x.dtype == ADALN_F16) return launch_typed<Fp16>(p, plan, stream);

@@ -293,6 +293,12 @@ struct Geometry {
     }
     return row + max(left, int64_t{1});
   }
+  // Tokens of the place's sample and group that come before it.
+  __device__ __forceinline__ int64_t tokens_before(const Place& p) const {
+    if (mode == ADALN_PACKED) return p.token - __ldg(cu_seqlens + p.group);
+    if (groups_per_sample == 1) return p.token;
+    return min(p.token, p.token + token_offset - p.group * tokens_per_group);
+  }
   // Rows [first, last) of a group; empty when a shard holds none of its rows.
   __device__ __forceinline__ void group_rows(int64_t index, int64_t& first, int64_t& last) const {
     first = 0;
@@ -400,6 +406,18 @@ __device__ __forceinline__ void let_next_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
+
+// Reads a piece of a row, 4-byte aligned, into L1, a word of every sector: by copies to a word of shared memory, the
+// thread's own, that nobody looks at and no register waits for. (prefetch.global.L1 costs more than it saves.)
+// wait_for_l1() before the block ends.
+__device__ __forceinline__ void read_to_l1(const char* from, int bytes, uint32_t* own) {
+  const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(own));
+  constexpr int kSector = 32;
+#pragma unroll 1
+  for (int i = threadIdx.x % kWarp * kSector; i < bytes; i += kWarp * kSector)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(from + i) : "memory");
+}
+__device__ __forceinline__ void wait_for_l1() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Starts moving a piece of a row, 16-byte aligned, from memory to L2 (sm_90 and later; before, nothing happens).
 __device__ __forceinline__ void prefetch_to_l2(const void* from, uint32_t bytes) {

@@ -21,22 +21,27 @@ namespace {
 // taken around a distant point.
 // P is the type of shift, scale and gate, all present, with y and branch of type T and no weight or bias; for every
 // other case P is Any and each access asks which it is.
+// Which kernels announce groups, see Ahead: not those of fp32 rows, which have no registers left for it.
+template <class T, bool kBranch>
+constexpr bool kAnnounces = kBranch && T::kBytes == 2;
+
 template <class T, class P, int K, bool kBranch>
 __global__ void __launch_bounds__(kForwardThreads, 1)
     forward_rows(const __grid_constant__ AdalnForward op, const __grid_constant__ Geometry geometry, int team_warps,
-                 int run_bits, Prefetch early) {
+                 Ahead early) {
   constexpr bool kAny = std::is_same_v<P, Any>;
   // A mean in fp32 can be off by as much as fp32 rows differ by: what they leave over from it corrects it once.
   constexpr bool kRefine = std::is_same_v<T, F32>;
   using Row = Four<T>;
   constexpr int W = 4;
   constexpr int kStep = kWarp * W, kShare = K * kStep;  // elements of a row that a warp holds: four a lane, all
-  extern __shared__ float2 shares[];  // a warp of the block each; none where a warp has a whole row
+  extern __shared__ float2 shares[];  // a warp of the block each, then a word a thread for read_to_l1()
 
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int teams = blockDim.x / kWarp / team_warps;
   const int team = warp / team_warps, part = warp - team * team_warps;
   // Teams go round the runs of rows, so that SMs do not all come to a new group at once.
+  const int run_bits = early.run_bits;
   const int64_t run_rows = (geometry.rows + (1 << run_bits) - 1) >> run_bits;
   const auto row_of_turn = [&](int64_t turn) {  // -1: a short run has none
     const int64_t run = turn & ((1 << run_bits) - 1), row = run * run_rows + (turn >> run_bits);
@@ -55,9 +60,19 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   if (has_row && static_cast<int>(blockIdx.x) < early.first_blocks) prefetch(place);
   wait_for_previous();
   let_next_start();
-  if (early.ahead > 0) {
-    const int64_t later = row_of_turn(turn + early.ahead);
-    if (later >= 0) prefetch(geometry.place(later));
+  const int64_t later = early.ahead > 0 ? row_of_turn(turn + early.ahead) : -1;
+  if (later >= 0) {
+    const Place there = geometry.place(later);
+    prefetch(there);
+    if (kAnnounces<T, kBranch> && early.announced > 0 && geometry.tokens_before(there) < early.announced) {
+      uint32_t* own = reinterpret_cast<uint32_t*>(shares + blockDim.x / kWarp) + threadIdx.x;
+      for (const AdalnModulation* m : {&op.gate, &op.scale, &op.shift}) {
+        if (!m->data) continue;
+        const int bytes = element_bytes(type_of<P>(m->dtype)), start = part * kShare;
+        const int count = min(kShare, geometry.features - start);
+        read_to_l1(static_cast<const char*>(row_of(*m, there)) + start * bytes, count * bytes, own);
+      }
+    }
   }
   if (!has_row) {  // still meets the other teams at the barrier
     if (team_warps > 1 && (!kBranch || op.y.data)) __syncthreads();
@@ -105,7 +120,10 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
         store_stream(residual_out + k * kStep * T::kBytes, held[k]);
       }
     }
-    if (!op.y.data) return;  // gated_residual
+    if (!op.y.data) {  // gated_residual
+      if (kAnnounces<T, kBranch>) wait_for_l1();
+      return;
+    }
   }
 
   const int count = max(0, min(kShare, D - part * kShare));
@@ -164,6 +182,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
       squares += fmaf(apart * apart, max(0, min(kShare, D - w * kShare)), mine[w].y);
     }
   }
+  if (kAnnounces<T, kBranch>) wait_for_l1();
   const float rstd = rsqrtf(squares / D + op.eps);
   if (op.rstd && part == 0 && lane == 0) {
     if (op.norm == ADALN_LAYER_NORM) op.mean[row] = mean;
@@ -264,22 +283,27 @@ __global__ void __launch_bounds__(256) forward_any(const __grid_constant__ Adaln
 template <class T, class P, bool kBranch>
 cudaError_t launch(const AdalnForward& op, const Geometry& geometry, cudaStream_t stream) {
   RowPlan plan = plan_rows(geometry, 4, forward_fours(T::kBytes, kBranch), kForwardThreads);
-  const int run_bits = plan_run_bits(geometry);
+  int64_t modulation_bytes = 0;
+  for (const AdalnModulation* m : {&op.shift, &op.scale, &op.gate})
+    if (m->data) modulation_bytes += op.features * element_bytes(m->dtype);
+  const Ahead early = plan_ahead(geometry, plan, kBranch, kAnnounces<T, kBranch>, modulation_bytes);
   const int teams = plan.threads / kWarp / plan.team_warps;
-  const int64_t turns = ((geometry.rows + (1 << run_bits) - 1) >> run_bits) << run_bits;
+  const int64_t turns = ((geometry.rows + (1 << early.run_bits) - 1) >> early.run_bits) << early.run_bits;
   plan.blocks = static_cast<unsigned>((turns + teams - 1) / teams);
-  const Prefetch early = plan_prefetch(plan, kBranch, run_bits);
-  const int shared_bytes = plan.team_warps > 1 ? plan.threads / kWarp * static_cast<int>(sizeof(float2)) : 0;
+  int shared_bytes = 0;  // see the kernel
+  if (plan.team_warps > 1 || early.announced) shared_bytes += plan.threads / kWarp * static_cast<int>(sizeof(float2));
+  if (early.announced) shared_bytes += plan.threads * static_cast<int>(sizeof(uint32_t));
   const auto start = [&](auto kernel) {
-    return launch_early(kernel, plan.blocks, plan.threads, shared_bytes, stream, op, geometry, plan.team_warps, run_bits,
-                        early);
+    return launch_early(kernel, plan.blocks, plan.threads, shared_bytes, stream, op, geometry, plan.team_warps, early);
   };
   if constexpr (T::kBytes == 4) {
     if (plan.vectors == 2) return start(forward_rows<T, P, 2, kBranch>);
     return start(forward_rows<T, P, 4, kBranch>);
   } else {
     if (plan.vectors == 4) return start(forward_rows<T, P, 4, kBranch>);
-    if constexpr (!kBranch) {
+    if constexpr (kBranch) {
+      if (plan.vectors == 6) return start(forward_rows<T, P, 6, kBranch>);  // D = 1536: two whole shares
+    } else {
       if (plan.vectors == 12) return start(forward_rows<T, P, 12, kBranch>);
       if (plan.vectors == 10) return start(forward_rows<T, P, 10, kBranch>);  // D = 5120: four whole shares
     }

@@ -80,7 +80,7 @@ struct RowPlan {
 // more vectors put more bytes in flight a warp and leave fewer warps to join; 1,024 threads leave 64 registers each, 512
 // leave 128.
 inline std::initializer_list<int> forward_fours(int element_bytes, bool branch) {
-  static constexpr std::initializer_list<int> kFew = {2, 4}, kSome = {4, 8}, kMany = {4, 8, 10, 12};
+  static constexpr std::initializer_list<int> kFew = {2, 4}, kSome = {4, 6, 8}, kMany = {4, 8, 10, 12};
   return element_bytes == 4 ? kFew : branch ? kSome : kMany;
 }
 constexpr std::initializer_list<int> kBackwardVectors = {2, 4};
@@ -110,28 +110,44 @@ inline RowPlan plan_rows(const Geometry& geometry, int width, std::initializer_l
   return plan;
 }
 
-// The forward walks eight runs of rows side by side (log2 here). When every SM comes to a new group at the same time,
-// all wait for the same few lines of modulation; with several runs, most warps go on meanwhile. With one group, or one
-// a token, there is nothing to win.
-constexpr int kRunBits = 3;
-inline int plan_run_bits(const Geometry& geometry) {
-  return geometry.group_count() <= 1 || geometry.groups_per_sample >= geometry.tokens ? 0 : kRunBits;
-}
-
-// Rows whose way from memory to L2 starts early: those of the first wave of blocks before the previous kernel has
-// ended, and from each block the row that is `ahead` turns further on. It pays with a branch (3%) and where groups
-// change; one stream with one modulation is faster without (1 to 3%). Two waves ahead are more than L2 holds beside the
-// rows just written, and cost a third of the speed.
-struct Prefetch {
-  int first_blocks, ahead;
+// What the forward does before its time.
+// Groups: when every SM comes to a new one at the same time, all wait for the same few lines of modulation. Either the
+// blocks walk several runs of rows side by side (log2 here), so that most go on meanwhile; then L1 has to hold the
+// modulation of all runs. Or, with a branch, the first rows of a group are announced: a block that comes `ahead` turns
+// before one of them reads the group's modulation into its SM's L1; `announced` rows do so, a few for each SM. That
+// wins wherever groups are longer than the way ahead (D = 3072, 42 groups: 0.94; runs at most 0.88).
+// Rows: those of the first wave of blocks start on their way from memory to L2 before the previous kernel has ended,
+// and from each block the row that is `ahead` turns further on. It pays with a branch (3%) and where groups change. Two
+// waves ahead are more than L2 holds beside the rows just written, and cost a third of the speed.
+// One stream whose groups last for waves is faster without any of this: 2 to 4%. With fewer than eight runs it is
+// faster without early rows (D = 5120, 42 groups: 2 to 5%).
+struct Ahead {
+  int run_bits, first_blocks, ahead, announced;
 };
-constexpr int kAheadPercent = 50, kAheadBranchPercent = 35;  // of a wave
-constexpr int kResidentThreads = 1024;                       // of a multiprocessor, at 64 registers
-inline Prefetch plan_prefetch(const RowPlan& plan, bool branch, int run_bits) {
-  if (!branch && run_bits == 0) return {0, 0};
-  const int blocks = current_device().multiprocessors * (kResidentThreads / static_cast<int>(plan.threads));
-  const int teams = plan.threads / kWarp / plan.team_warps;
-  return {blocks, blocks * teams * (branch ? kAheadBranchPercent : kAheadPercent) / 100};
+constexpr int kRunBits = 3;
+constexpr int kAheadPercent = 50;             // of a wave
+constexpr int kResidentThreads = 1024;        // of a multiprocessor, at 64 registers
+constexpr int kAnnouncedRows = 3;             // a multiprocessor
+constexpr int kModulationBytes = 200 * 1024;  // that L1 holds beside all else
+constexpr int kLongWaves = 2;
+inline Ahead plan_ahead(const Geometry& geometry, const RowPlan& plan, bool branch, bool announces,
+                        int64_t modulation_bytes) {
+  const int multiprocessors = current_device().multiprocessors;
+  const int blocks = multiprocessors * (kResidentThreads / static_cast<int>(plan.threads));
+  const int wave = blocks * (static_cast<int>(plan.threads) / kWarp / plan.team_warps);
+  const bool grouped = geometry.group_count() > 1 && geometry.groups_per_sample < geometry.tokens;
+  const int64_t group_rows = geometry.rows / std::max<int64_t>(geometry.group_count(), 1);
+  if (!branch && (!grouped || group_rows >= kLongWaves * wave)) return {};
+  Ahead early{0, blocks, wave * kAheadPercent / 100, 0};
+  if (!grouped) return early;
+  if (announces && group_rows >= early.ahead) {
+    early.announced = std::min(early.ahead, kAnnouncedRows * multiprocessors);
+    return early;
+  }
+  early.run_bits = kRunBits;
+  while (early.run_bits > 1 && modulation_bytes << early.run_bits > kModulationBytes) --early.run_bits;
+  if (!branch && early.run_bits < kRunBits) early.first_blocks = early.ahead = 0;
+  return early;
 }
 
 // The kernels for any type: a block a row, no wider than the row, striding over the rows if there are too many.
