@@ -106,6 +106,22 @@ __global__ void __launch_bounds__(max_threads(kRows, kBranch, T::kBytes), 1)
     const Place place = geometry.place(row);
     const int rows = static_cast<int>(min(int64_t{min(kRows, last - row)}, geometry.run_end(row, place) - row));
     prefetch_tile<kRows>(ring, static_cast<int>(place.sample), static_cast<int>(place.token), rows);
+    // What else the first tile needs, or a second group, does not have to queue behind the rings of all blocks then.
+    const auto prefetch_modulation = [&](const AdalnModulation& m, const Place& of) {
+      if (m.data) prefetch_to_l2(row_of(m, of), geometry.features * element_bytes(m.dtype));
+    };
+    const auto prefetch_statistic = [&](const float* values) {
+      prefetch_to_l2(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(values + row) & ~uintptr_t{15}), 16);
+    };
+    const Place end = geometry.place(last - 1);
+    if (lane == 16) prefetch_modulation(op.scale, place);
+    if (lane == 17 && kBranch) prefetch_modulation(op.gate, place);
+    if (lane == 18) prefetch_statistic(op.rstd);
+    if (lane == 19 && layer_norm) prefetch_statistic(op.mean);
+    if (geometry.group_index(end) != geometry.group_index(place)) {
+      if (lane == 20) prefetch_modulation(op.scale, end);
+      if (lane == 21 && kBranch) prefetch_modulation(op.gate, end);
+    }
   }
   wait_for_previous();
   let_next_start();  // whose blocks may then read whatever this kernel was given
@@ -380,8 +396,8 @@ OnePassPlan plan_one_pass(const AdalnBackward& op, const Geometry& geometry) {
   plan.threads = threads;
   plan.shared_bytes = stages * tile * row_bytes;
 
-  // Blocks that start together finish apart: SMs do not get equal shares of the bandwidth. So a twentieth of the rows
-  // is left for those that are done early. Not with few rows, where filling one more ring costs more than it gains.
+  // Blocks that start together finish apart: SMs do not get equal shares of the bandwidth. So some of the rows
+  // are left for those that are done early. Not with few rows, where filling one more ring costs more than it gains.
   constexpr double kLargeShare = 0.985;
   constexpr int64_t kFewRows = 64;  // a block
   const int64_t slots = static_cast<int64_t>(blocks) * device.multiprocessors;
@@ -399,7 +415,8 @@ OnePassPlan plan_one_pass(const AdalnBackward& op, const Geometry& geometry) {
   const int64_t rest = geometry.rows - slots * large_rows;
   const int64_t small_rows = std::max<int64_t>(tile, whole_tiles((rest + slots - 1) / slots));
   constexpr int64_t kFewGroups = 4;
-  plan.chunks = Chunks::mixed(geometry.rows, slots, large_rows, small_rows, geometry.group_count() > kFewGroups);
+  const bool spread = tile > 1 || geometry.group_count() > kFewGroups;
+  plan.chunks = Chunks::mixed(geometry.rows, slots, large_rows, small_rows, spread);
   return plan;
 }
 

@@ -119,8 +119,7 @@ inline RowPlan plan_rows(const Geometry& geometry, int width, std::initializer_l
 // Rows: those of the first wave of blocks start on their way from memory to L2 before the previous kernel has ended,
 // and from each block the row that is `ahead` turns further on. It pays with a branch (3%) and where groups change. Two
 // waves ahead are more than L2 holds beside the rows just written, and cost a third of the speed.
-// One stream whose groups last for waves is faster without any of this: 2 to 4%. With fewer than eight runs it is
-// faster without early rows (D = 5120, 42 groups: 2 to 5%).
+// One stream whose groups last for waves is faster without any of this: 2 to 4%.
 struct Ahead {
   int run_bits, first_blocks, ahead, announced;
 };
@@ -146,7 +145,6 @@ inline Ahead plan_ahead(const Geometry& geometry, const RowPlan& plan, bool bran
   }
   early.run_bits = kRunBits;
   while (early.run_bits > 1 && modulation_bytes << early.run_bits > kModulationBytes) --early.run_bits;
-  if (!branch && early.run_bits < kRunBits) early.first_blocks = early.ahead = 0;
   return early;
 }
 
