@@ -58,6 +58,7 @@ def plot_roofline(result: dict, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     import numpy as np
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     names = list(dict.fromkeys(row["implementation"] for row in result["results"]))
     colours = dict(zip(names, plt.get_cmap("tab10").colors, strict=False))
@@ -82,6 +83,11 @@ def plot_roofline(result: dict, path: Path) -> None:
         panel.set(xscale="log", yscale="log", title=direction, xlabel="fewest bytes of the call, MB")
         panel.grid(alpha=0.3, which="both")
     panels[0].set_ylabel("fewest bytes / time, TB/s")
-    panels[1].legend(fontsize="small")
+    panels[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    panels[0].yaxis.set_major_formatter("{x:g}")
+    panels[0].yaxis.set_minor_formatter(NullFormatter())
+    figure.legend(
+        *panels[1].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small"
+    )
     figure.suptitle(f"AdaLN on {result['device']}: bf16 x, fp32 modulation")
     save_picture(figure, path)
