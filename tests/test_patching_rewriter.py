@@ -329,6 +329,177 @@ def test_helpers_are_seen_through_only_where_they_are_what_runs(decorator, base,
     assert len(rewrite(HELPERS.format(decorator=decorator, base=base, call=call)).sites) == sites
 
 
+NOT_READ = """import torch
+from torch import nn
+
+
+def modulate(x, shift=None, scale=None):
+    if scale is None and shift is None:
+        return x
+    elif shift is None:
+        return x * (1 + scale.unsqueeze(1))
+    elif scale is None:
+        return x + shift.unsqueeze(1)
+    else:
+        return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+
+
+def checked(x, shift, scale):
+    assert x.ndim == 3
+    return x * (1 + scale) + shift
+
+
+def each(x, *scales):
+    for scale in scales:
+        x = torch.addcmul(x * 0, x.float(), 1 + scale)
+    return x
+
+
+def wrapped(x, shift, scale):
+    y = x.float()
+    return modulate(y, scale=scale, shift=shift).type_as(x)
+
+
+def plain(x, shift, scale):
+    return x * (1 + scale) + shift
+
+
+def heated(x, scale):
+    for _ in range(2):
+        x = torch.softmax(x, -1) + scale * (1 + x)
+    return x
+
+
+@torch.no_grad()
+def without_gradients(x, shift, scale):
+    return x * (1 + scale) + shift
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.identity = nn.Identity()
+        self.project = nn.Linear(8, 8)
+        self.modulation = Modulation()
+
+    def modulated(self, x, shift, scale):
+        return x * (1 + scale) + shift
+
+    def overridden(self, x, shift, scale):
+        return x * (1 + scale) + shift
+
+    def forward(self, x, shift, scale, gate, flag, mods, named):
+{body}
+
+class Modulation(nn.Module):
+    def forward(self, x, shift, scale):
+        if shift is not None:
+            x = x * (1 + scale) + shift
+        return x
+
+
+class Derived(Layer):
+    def overridden(self, x, shift, scale):
+        return x
+"""
+MORE = "is more than assignments and a return"
+STARS = "is called with * arguments"
+ELSEWHERE = "comes from another block, a condition or :="
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        (["return modulate(self.norm(x), shift=shift, scale=scale)"], f"the helper modulate {MORE}"),
+        (["n = self.norm(x).to(x.dtype)", "return modulate(n, shift, scale)"], f"the helper modulate {MORE}"),
+        (["return checked(self.norm(x), shift, scale)"], f"the helper checked {MORE}"),
+        (["return each(self.norm(x), scale, scale)"], f"the helper each {MORE}"),
+        (["return wrapped(self.norm(x), shift, scale)"], "the helper wrapped does more than arithmetic"),
+        (["return without_gradients(self.norm(x), shift, scale)"], "does more than arithmetic"),
+        (["return self.overridden(self.norm(x), shift, scale)"], "another may run in its place"),
+        (["return self.modulation(self.norm(x), shift, scale) + 0"], f"the helper forward {MORE}"),
+        (["return plain(self.norm(x), *mods)"], f"the helper plain {STARS}"),
+        (["return plain(*mods, x=self.norm(x))"], f"the helper plain {STARS}"),
+        (["return self.modulated(self.norm(x), **named)"], f"the helper modulated {STARS}"),
+        (["return (n := self.norm(x)) * (1 + scale) + shift"], ELSEWHERE),
+        (["if (n := self.norm(x)) is not None:", "    x = n * (1 + scale) + shift", "return x"], ELSEWHERE),
+        (["x = self.norm(x) if flag else x", "return x * (1 + scale) + shift"], ELSEWHERE),
+        (["if flag:", "    x = self.norm(x)", "return x * (1 + scale) + shift"], ELSEWHERE),
+        (["y, z = self.norm(x) if flag else x, x", "return y * (1 + scale) + shift + z"], ELSEWHERE),
+        (["return (self.norm if flag else self.identity)(x) * (1 + scale) + shift"], ELSEWHERE),
+        (["norm = self.norm if flag else self.identity", "return norm(x) * (1 + scale) + shift"], ELSEWHERE),
+        # Not AdaLN: what is scaled is no norm's output.
+        (["return modulate(self.project(x), shift, scale)"], None),
+        (["return modulate(shift, self.norm(x), scale)"], None),
+        (["return heated(self.norm(x), scale)"], None),
+        (["if flag:", "    x = self.project(x)", "return x * (1 + scale) + shift + self.norm(x)"], None),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_modulations_that_are_not_read_are_reported(lines, reason):
+    source = NOT_READ.replace("{body}", "".join(f"        {line}\n" for line in lines))
+    result = rewrite(source, file="layer.py")
+    assert (result.sites, result.source) == ((), source)
+    if reason is None:
+        assert result.left == ()
+        return
+    (left,) = result.left
+    marks = ("norm(x) *", "n *", "x *", "*mods", "*named", "shift", "scale, scale", "(x) *")
+    (number,) = [n for n, line in enumerate(lines) if "return" in line or "x = n" in line][:1]
+    assert any(mark in lines[number] for mark in marks)
+    first = source[: source.index("def forward(self, x, shift, scale, gate")].count("\n") + 2
+    assert (left.file, left.line, left.function) == ("layer.py", first + number, "Layer.forward")
+    assert reason in left.reason
+
+
+CHOSEN = """
+import torch
+from torch import nn
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.LayerNorm(2)
+        self.other = nn.LayerNorm(2)
+        self.other.weight.data.fill_(3.0)
+
+    def forward(self, x, shift, scale, flag):
+{body}
+"""
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["return (self.one if flag else self.other)(x) * (1 + scale) + shift"],
+        ["norm = self.one if flag else self.other", "return norm(x) * (1 + scale) + shift"],
+        [
+            "if flag:",
+            "    norm = self.one",
+            "else:",
+            "    norm = self.other",
+            "return norm(x) * (1 + scale) + shift",
+        ],
+    ],
+    ids=len,
+)
+@pytest.mark.parametrize("observe", [False, True])
+def test_a_norm_chosen_by_a_condition_is_the_one_that_runs(lines, observe):
+    source = CHOSEN.replace("{body}", "".join(f"        {line}\n" for line in lines))
+    result = rewrite(source, observe=observe)
+    assert [site.kind for site in result.sites] == ["adaln"]
+    names = {}
+    exec(compile(result.source, "layer", "exec"), names)
+    layer, x = names["Layer"](), torch.tensor([[1.0, 5.0]])
+    shift, scale = torch.tensor([[10.0, 20.0]]), torch.tensor([[1.0, 1.0]])
+    # The mean of 1 and 5 is 3, their deviation 2: -1 and 1. Times the weight (1 or 3) and 2, plus the shift.
+    for flag, expected in ((True, [[8.0, 22.0]]), (False, [[4.0, 26.0]])):
+        found = layer(x, shift, scale, flag)
+        torch.testing.assert_close(found, torch.tensor(expected), rtol=0, atol=1e-4)
+
+
 def test_comments_above_statements_that_go_stay():
     found = method(
         "x = x + gate * self.project(x)",

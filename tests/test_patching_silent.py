@@ -311,6 +311,70 @@ def test_changes_between_norm_and_modulation_are_seen(load, change):
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
 
 
+CHOOSING = """
+    class Block(Base):
+        def __init__(self):
+            super().__init__()
+            self.other = nn.LayerNorm(8)
+            self.first = True
+
+        def change(self, x):
+            self.first = not self.first
+            return self.mlp(x)
+
+        def forward(self, x, gate, shift, scale):
+"""
+CHOICES = {
+    "before": [
+        "n = (self.norm if self.first else self.other)(self.change(x))",
+        "return n * (1 + scale) + shift",
+    ],
+    "after": [
+        "return torch.addcmul(self.change(x), (self.norm if self.first else self.other)(x), 1 + scale)"
+    ],
+    "behind the sum": [
+        "x = x + gate * self.change(x)",
+        "return (self.norm if self.first else self.other)(x) * (1 + scale) + shift",
+    ],
+    "by name": [
+        "norm = self.norm if self.first else self.other",
+        "x = x + gate * self.change(x)",
+        "return norm(x) * (1 + scale) + shift",
+    ],
+    "under another name": [
+        "norm = self.norm if self.first else self.other",
+        "n, norm = norm(self.change(x)), None",
+        "return n * (1 + scale) + shift",
+    ],
+}
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_a_norm_is_chosen_when_it_was(load, case):
+    text = CHOOSING + "".join(f"            {line}\n" for line in CHOICES[case])
+    expected, found = (
+        outcome(filled(load({"base": text}, patched)["base"].Block())) for patched in (False, True)
+    )
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_a_helper_still_asserts(load):
+    text = """
+        def modulate(x, shift, scale):
+            assert x.shape[1] == 5, "five tokens"
+            return x * (1 + scale) + shift
+
+        class Block(Base):
+            def forward(self, x, gate, shift, scale):
+                return modulate(self.norm(x), shift, scale) + 0 * gate
+    """
+    for patched in (False, True):
+        block = filled(load({"base": text}, patched)["base"].Block())
+        assert outcome(block)[0].shape == (2, 5, 8)
+        with pytest.raises(AssertionError, match="five tokens"):
+            block(torch.ones(2, 4, 8), *torch.ones(3, 2, 1, 8))
+
+
 # What runs once --------------------------------------------------------------------------------------------
 
 COUNTING = """

@@ -9,8 +9,9 @@ import libcst as cst
 
 from al_deepspeed.patching.candidates import RUNTIME, Candidate
 from al_deepspeed.patching.flow import Frame
+from al_deepspeed.patching.nodes import descend
 from al_deepspeed.patching.patterns import Operand
-from al_deepspeed.patching.rendering import Renderer, bare, parenthesized
+from al_deepspeed.patching.rendering import Renderer, Unavailable, bare, parenthesized
 from al_deepspeed.patching.values import (
     SAME_VALUES,
     Attribute,
@@ -76,7 +77,7 @@ def build_call(candidate: Candidate, renderer: Renderer, site: str | None) -> cs
     """The call; `site` is given when the original is to stand beside it."""
     arguments: list[cst.Arg] = []
     if candidate.modulated is not None:
-        arguments.append(cst.Arg(_norm(candidate, renderer)))
+        arguments.append(cst.Arg(bare(_norm(candidate, renderer))))
     given = operands(candidate)
     renderer.start(*_computed(candidate))
     in_order = _in_source_order(given, renderer.frame)
@@ -197,10 +198,25 @@ def _dtype(dtype: DType, candidate: Candidate, renderer: Renderer) -> cst.BaseEx
 def _norm(candidate: Candidate, renderer: Renderer) -> cst.BaseExpression:
     normed = candidate.modulated.norm
     if normed.norm is not None:
-        return renderer.value(normed.norm)
+        built = renderer.value(normed.norm)
+        if any(isinstance(part, cst.IfExp) for part in descend(built)):
+            _may_choose(meaning(normed.norm), renderer)
+        return built
     call = normed.node  # F.layer_norm(x, shape, weight, bias, eps)
     arguments = [a.with_changes(value=renderer.value(normed.frame.values[a.value])) for a in call.args[1:]]
     return cst.Call(cst.Attribute(cst.Name(RUNTIME), cst.Name("LayerNormCall")), arguments)
+
+
+def _may_choose(choice: Value, renderer: Renderer) -> None:
+    """A norm is the first that a call evaluates: what it is chosen by may not change before, nor move.
+
+    Raises:
+        Unavailable: the choice is made in another statement, or after something with effects in its own.
+    """
+    frame, place = renderer.frame, renderer.place
+    before = frame.effects[: frame.marks[choice.node]]
+    if choice.place != place or any(stack[-1] == place for stack, _, _ in before):
+        raise Unavailable("the norm is chosen by a condition, which would move over other calls")
 
 
 def _computed(candidate: Candidate) -> list[Value]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import libcst as cst
 
 from al_deepspeed.patching.flow import Frame
+from al_deepspeed.patching.helpers import why_unread
 from al_deepspeed.patching.nodes import children
 from al_deepspeed.patching.patterns import (
     Modulated,
@@ -135,6 +136,8 @@ def _visit(frame: Frame, place: Place, node: cst.CSTNode, found: Found, part_of:
         found.near_misses.append((node, "it stands in a lambda or comprehension"))
     if modulates_in_place(value):
         found.near_misses.append((node, IN_PLACE))
+    if (reason := why_unread(value)) is not None:
+        found.near_misses.append((node, reason))
     if value is not None and node not in part_of:
         candidate = _match(place, node, value, found)
         if candidate is not None:

@@ -49,6 +49,7 @@ class Evaluator:
     def __init__(self, library: Library, norms: Norms) -> None:
         self.library, self.norms = library, norms
         self.depth = 0  # of helpers seen through
+        self.scaled: dict[cst.FunctionDef, set[str]] = {}  # see helpers.py
         self._properties: dict[tuple[int, str], bool] = {}
 
     # Entry points of flow.py ----------------------------------------------------------------------------
@@ -126,7 +127,10 @@ class Evaluator:
 
     def _NamedExpr(self, frame: Frame, node: cst.NamedExpr) -> Value:
         value = self.evaluate(frame, node.value)
-        frame.bind_target(node.target, None)
+        name, earlier = node.target.value, frame.names.get(node.target.value)
+        bound = frame.bind(name, None)  # or it is not reached, behind an `and`
+        bound.sources += [earlier] if earlier is not None else []
+        bound.sources.append(Definition(name, frame.place, value))
         return Opaque(node, frame, frame.place, (value,), pure=False)
 
     def _other(self, frame: Frame, node: cst.CSTNode) -> Value:
@@ -254,8 +258,8 @@ class Evaluator:
         return None
 
     def _helper(self, frame: Frame, node: cst.Call, callee: Value, arguments) -> Value | None:
-        found = self._called_function(frame, node, callee)
-        if found is None or self.depth > 4:
+        found = self.called_function(frame, node, callee)
+        if found is None or self.depth > 4 or self._is_overridden(callee):
             return None
         function, receiver, holder = found
         held = None
@@ -268,7 +272,7 @@ class Evaluator:
         finally:
             self.depth -= 1
 
-    def _called_function(
+    def called_function(
         self, frame: Frame, node: cst.Call, callee
     ) -> tuple[Function, Value | None, Value | None] | None:
         """The function whose source is known, its `self`, and the object that it was found through."""
@@ -279,8 +283,6 @@ class Evaluator:
         owner = self.class_of(callee.base)
         if owner is not None:
             method = owner.method(callee.name)
-            if method is not None and self._is_overridden(owner, callee.name):
-                return None
             if method is not None:
                 if "staticmethod" in method.decorators:
                     return method, None, callee.base
@@ -297,9 +299,13 @@ class Evaluator:
             return None
         return function, None, callee if frame.module.name == "" else None
 
-    def _is_overridden(self, owner: Class, name: str) -> bool:
-        """Whether a class of the same module derives from the owner and brings its own method."""
-        others = (found for found in owner.module.classes() if found is not owner and name in found.methods)
+    def _is_overridden(self, callee: Value) -> bool:
+        """Whether a class of the same module derives from the method's and brings its own."""
+        owner = self.class_of(callee.base) if isinstance(callee, Attribute) else None
+        if owner is None:
+            return False
+        name, classes = callee.name, owner.module.classes()
+        others = (found for found in classes if found is not owner and name in found.methods)
         return any(owner in found.ancestry() for found in others)
 
     # What values hold -----------------------------------------------------------------------------------
@@ -329,7 +335,7 @@ class Evaluator:
             return is_role(value.name) and "layer" in value.name.lower()  # its name says LayerNorm
         if isinstance(value, View):  # one of a ModuleList of norms
             return value.method == "[]" and self.is_norm(value.base)
-        return False
+        return _is_choice(value) and all(map(self.is_norm, value.inner[1:]))
 
     def is_rms(self, value: Value) -> bool:
         """Whether a norm can only be an RMS norm."""
@@ -337,7 +343,7 @@ class Evaluator:
         if isinstance(value, View):
             return self.is_rms(value.base)
         if not isinstance(value, Attribute):
-            return False
+            return _is_choice(value) and all(map(self.is_rms, value.inner[1:]))
         owner = self.class_of(value.base)
         return owner is not None and self.norms.attribute_is_rms(owner, value.name)
 
@@ -379,6 +385,11 @@ class Evaluator:
         """Whether `base.name(...)` calls a method that the base's class defines, not a tensor's."""
         owner = self.class_of(callee.base)
         return owner is not None
+
+
+def _is_choice(value: Value) -> bool:
+    """`a if test else b`; the test is the first of what it evaluates."""
+    return isinstance(value, Opaque) and isinstance(value.node, cst.IfExp)
 
 
 def forward_is_norm(forward: Function, norms: Norms) -> bool:

@@ -1,7 +1,8 @@
 """Helpers seen through: `modulate(x, shift, scale)` means what its body computes from the arguments.
 
 Only a straight line of assignments that ends in one `return`, made of arithmetic, casts and views. A helper
-that calls a module or a norm is a place of its own: its sites are found there, once.
+that calls a module or a norm is a place of its own: its sites are found there, once. One that is not read
+and modulates a norm's output is reported at its call.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import libcst as cst
 
 from al_deepspeed.patching.flow import Frame
 from al_deepspeed.patching.names import Function
+from al_deepspeed.patching.patterns import may_be, may_be_normed, scaled
 from al_deepspeed.patching.values import (
     Held,
     Inlined,
     Normed,
     Opaque,
+    Read,
     Value,
     has_effects,
     walk,
@@ -98,7 +101,7 @@ def _straight_line(node: cst.FunctionDef) -> cst.Return | None:
     for statement in statements:
         if not isinstance(statement, cst.SimpleStatementLine):
             return None
-        allowed = cst.Return if statement is statements[-1] else cst.Assign | cst.AnnAssign | cst.Assert
+        allowed = cst.Return if statement is statements[-1] else cst.Assign | cst.AnnAssign
         if len(statement.body) != 1 or not isinstance(statement.body[0], allowed):
             return None
         for target in getattr(statement.body[0], "targets", ()):
@@ -138,3 +141,75 @@ def _bind(parameters: cst.Parameters, receiver: Value | None, arguments) -> dict
                 return None
             bound[parameter.name.value] = parameter.default
     return bound
+
+
+# Helpers that stay calls ------------------------------------------------------------------------------------
+
+
+def why_unread(value: Value | None) -> str | None:
+    """Why a call that modulates a norm's output stays one; None for all else."""
+    found = _modulating(value, may_be_normed)
+    if found is None:
+        return None
+    name = found.node.name.value
+    if any(argument.star for argument in value.node.args):
+        return f"the helper {name} is called with * arguments"
+    if _straight_line(found.node) is None:
+        return f"the helper {name} is more than assignments and a return"
+    return f"the helper {name} does more than arithmetic, or another may run in its place"
+
+
+def _modulating(value: Value | None, is_wanted) -> Function | None:
+    """The function called, when it multiplies a wanted argument by 1 + something."""
+    if not (isinstance(value, Opaque) and value.called and isinstance(value.node, cst.Call)):
+        return None
+    given = zip(value.node.args, value.inner[1:], strict=True)
+    wanted = [argument for argument, one in given if is_wanted(one)]
+    if not wanted:
+        return None
+    frame, evaluator = value.frame, value.frame.evaluator
+    found = evaluator.called_function(frame, value.node, frame.values[value.node.func])
+    if found is None:
+        return None
+    function, receiver, _ = found
+    names = set().union(*(_taken_by(function, receiver, value.node, argument) for argument in wanted))
+    return function if names & _scaled_parameters(evaluator, function) else None
+
+
+def _taken_by(function: Function, receiver: Value | None, call: cst.Call, argument: cst.Arg) -> set[str]:
+    """The parameters that may get an argument."""
+    if argument.keyword is not None:
+        return {argument.keyword.value}
+    parameters = function.node.params
+    names = [one.name.value for one in (*parameters.posonly_params, *parameters.params)]
+    names = names[receiver is not None :]
+    position = call.args.index(argument)
+    known = not any(one.star for one in call.args[: position + 1])
+    return set(names[position : position + 1] if known else names)
+
+
+def _scaled_parameters(evaluator, function: Function) -> set[str]:
+    """Those that the function, or one that it calls, multiplies by 1 + something."""
+    if function.node in evaluator.scaled:
+        return evaluator.scaled[function.node]
+    names = evaluator.scaled[function.node] = set()  # for a function that calls itself
+    frame = Frame(function, evaluator)
+    frame.run()
+    for value in {id(part): part for one in frame.values.values() for part in within(one)}.values():
+        for one in scaled(value):
+            names |= _parameters(one)
+        if isinstance(value, Opaque) and value.called and isinstance(value.node, cst.Call):
+            for given in value.inner[1:]:
+                passed = _parameters(given)
+                if passed and _modulating(value, lambda other, given=given: other is given):
+                    names |= passed
+    return names
+
+
+def _parameters(value: Value) -> set[str]:
+    """The function's parameters that a value may be."""
+    return {
+        one.definition.name
+        for one in may_be(value)
+        if isinstance(one, Read) and one.definition.parameter and one.frame.caller is None
+    }

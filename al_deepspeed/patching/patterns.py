@@ -6,7 +6,8 @@ on the way, because their statements lose their purpose, and the expressions tha
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 import libcst as cst
 
@@ -203,6 +204,8 @@ def _scaled(core: Product | Sum, trail: Trail) -> Modulated | None:
         if viewed and _one_plus(other, Trail()) is not None:
             raise NoMatch("the norm's output is cut or reshaped before it is modulated")
         if not isinstance(normed, Normed):
+            if _one_plus(other, Trail()) is not None and may_be_normed(normed):
+                raise NoMatch("the norm's output comes from another block, a condition or :=")
             continue
         inner.through(normed)
         scale = _one_plus(other, inner)
@@ -228,6 +231,42 @@ def _one_plus(value: Value, trail: Trail) -> Operand | None:
             return None
         passed.through(value)
         value = value.base
+
+
+def may_be(value: Value) -> Iterator[Value]:
+    """What a value is below names, casts, views and conditions: one on each way through the code."""
+    waiting, merges = [value], set()
+    while waiting:
+        value, _ = peel(waiting.pop(), Trail())
+        if isinstance(value, View) and value.method in SAME_VALUES:
+            waiting.append(value.base)
+        elif isinstance(value, Opaque) and isinstance(value.node, cst.IfExp | cst.NamedExpr):
+            waiting += value.inner
+        elif isinstance(value, Read) and value.definition.sources:
+            if value.definition not in merges:
+                waiting += [replace(value, definition=source) for source in value.definition.sources]
+            merges.add(value.definition)
+        else:
+            yield value
+
+
+def may_be_normed(value: Value) -> bool:
+    """Whether it is a norm's output on some way through the code."""
+    return any(isinstance(one, Normed) or _may_call_norm(one) for one in may_be(value))
+
+
+def _may_call_norm(value: Value) -> bool:
+    if not (isinstance(value, Opaque) and value.called and len(value.inner) == 2):
+        return False
+    return any(map(value.frame.evaluator.is_norm, may_be(value.inner[0])))
+
+
+def scaled(value: Value) -> list[Value]:
+    """What is multiplied by 1 + scale, when the value is such a product."""
+    if not isinstance(value, Product):
+        return []
+    sides = ((value.left, value.right), (value.right, value.left))
+    return [side for side, other in sides if _one_plus(other, Trail()) is not None]
 
 
 def modulates_in_place(value: Value | None) -> bool:

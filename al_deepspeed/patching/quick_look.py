@@ -33,7 +33,10 @@ def may_hold_sites(tree: ast.Module, source: str, resolve: Resolve | None) -> li
         helpers |= {alias.asname or alias.name for alias in node.names}
         norms |= _norm_attributes((resolve and resolve(name)) or "")
     functions = [_Function(node) for node in _functions(tree)]
-    helpers |= {one.node.name for one in functions if one.adds or one.multiplies}
+    own = {one.node.name for one in functions if one.adds or one.multiplies}
+    while more := {one.node.name for one in functions if own.intersection(map(_called, one.calls))} - own:
+        own |= more
+    helpers |= own
     return [one.may_hold(norms, helpers) for one in functions]
 
 
@@ -138,8 +141,8 @@ class _Function:
 def _called(call: ast.Call) -> str:
     """The last name of what is called."""
     callee = call.func
-    while isinstance(callee, ast.Subscript):
-        callee = callee.value
+    while isinstance(callee, ast.Subscript | ast.IfExp):
+        callee = callee.body if isinstance(callee, ast.IfExp) else callee.value
     if isinstance(callee, ast.Attribute):
         return callee.attr
     return callee.id if isinstance(callee, ast.Name) else ""
