@@ -330,6 +330,7 @@ def test_helpers_are_seen_through_only_where_they_are_what_runs(decorator, base,
 
 
 NOT_READ = """import torch
+from elsewhere import modulate_tokens
 from torch import nn
 
 
@@ -418,7 +419,8 @@ ELSEWHERE = "comes from another block, a condition or :="
         (["return wrapped(self.norm(x), shift, scale)"], "the helper wrapped does more than arithmetic"),
         (["return without_gradients(self.norm(x), shift, scale)"], "does more than arithmetic"),
         (["return self.overridden(self.norm(x), shift, scale)"], "another may run in its place"),
-        (["return self.modulation(self.norm(x), shift, scale) + 0"], f"the helper forward {MORE}"),
+        (["return self.modulation(self.norm(x), shift, scale) + 0"], f"the helper modulation {MORE}"),
+        (["return modulate_tokens(self.norm(x), shift, scale)"], "modulate_tokens does is not known"),
         (["return plain(self.norm(x), *mods)"], f"the helper plain {STARS}"),
         (["return plain(*mods, x=self.norm(x))"], f"the helper plain {STARS}"),
         (["return self.modulated(self.norm(x), **named)"], f"the helper modulated {STARS}"),
@@ -433,6 +435,7 @@ ELSEWHERE = "comes from another block, a condition or :="
         (["return modulate(self.project(x), shift, scale)"], None),
         (["return modulate(shift, self.norm(x), scale)"], None),
         (["return heated(self.norm(x), scale)"], None),
+        (["return modulate_tokens(x, shift, scale) + self.norm(x)"], None),
         (["if flag:", "    x = self.project(x)", "return x * (1 + scale) + shift + self.norm(x)"], None),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",

@@ -7,10 +7,13 @@ and modulates a norm's output is reported at its call.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import libcst as cst
 
 from al_deepspeed.patching.flow import Frame
 from al_deepspeed.patching.names import Function
+from al_deepspeed.patching.nodes import dotted_name
 from al_deepspeed.patching.patterns import may_be, may_be_normed, scaled
 from al_deepspeed.patching.values import (
     Held,
@@ -148,32 +151,43 @@ def _bind(parameters: cst.Parameters, receiver: Value | None, arguments) -> dict
 
 def why_unread(value: Value | None) -> str | None:
     """Why a call that modulates a norm's output stays one; None for all else."""
-    found = _modulating(value, may_be_normed)
-    if found is None:
+    given = _given(value, may_be_normed)
+    if not given:
         return None
-    name = found.node.name.value
+    name = (dotted_name(value.node.func) or "").rpartition(".")[2]
+    known = _called(value)
+    if known is None:
+        named = "modulat" in name.lower() and len(value.node.args) > 1
+        return f"what the helper {name} does is not known" if named else None
+    if not _modulates(value, given):
+        return None
     if any(argument.star for argument in value.node.args):
         return f"the helper {name} is called with * arguments"
-    if _straight_line(found.node) is None:
+    if _straight_line(known[0].node) is None:
         return f"the helper {name} is more than assignments and a return"
     return f"the helper {name} does more than arithmetic, or another may run in its place"
 
 
-def _modulating(value: Value | None, is_wanted) -> Function | None:
-    """The function called, when it multiplies a wanted argument by 1 + something."""
+def _given(value: Value | None, is_wanted: Callable[[Value], object]) -> list[cst.Arg]:
+    """The wanted arguments of a call that was not understood."""
     if not (isinstance(value, Opaque) and value.called and isinstance(value.node, cst.Call)):
-        return None
-    given = zip(value.node.args, value.inner[1:], strict=True)
-    wanted = [argument for argument, one in given if is_wanted(one)]
-    if not wanted:
-        return None
-    frame, evaluator = value.frame, value.frame.evaluator
-    found = evaluator.called_function(frame, value.node, frame.values[value.node.func])
-    if found is None:
-        return None
-    function, receiver, _ = found
-    names = set().union(*(_taken_by(function, receiver, value.node, argument) for argument in wanted))
-    return function if names & _scaled_parameters(evaluator, function) else None
+        return []
+    return [one for one in value.node.args if is_wanted(value.frame.values[one.value])]
+
+
+def _called(value: Opaque) -> tuple[Function, Value | None, Value | None] | None:
+    frame, call = value.frame, value.node
+    return frame.evaluator.called_function(frame, call, frame.values[call.func])
+
+
+def _modulates(value: Opaque, given: list[cst.Arg]) -> bool:
+    """Whether the function called multiplies one of these arguments by 1 + something."""
+    known = _called(value)
+    if known is None:
+        return False
+    function, receiver, _ = known
+    names = set().union(*(_taken_by(function, receiver, value.node, argument) for argument in given))
+    return bool(names & _scaled_parameters(value.frame.evaluator, function))
 
 
 def _taken_by(function: Function, receiver: Value | None, call: cst.Call, argument: cst.Arg) -> set[str]:
@@ -198,11 +212,9 @@ def _scaled_parameters(evaluator, function: Function) -> set[str]:
     for value in {id(part): part for one in frame.values.values() for part in within(one)}.values():
         for one in scaled(value):
             names |= _parameters(one)
-        if isinstance(value, Opaque) and value.called and isinstance(value.node, cst.Call):
-            for given in value.inner[1:]:
-                passed = _parameters(given)
-                if passed and _modulating(value, lambda other, given=given: other is given):
-                    names |= passed
+        for argument in _given(value, _parameters):
+            if _modulates(value, [argument]):
+                names |= _parameters(value.frame.values[argument.value])
     return names
 
 
