@@ -10,6 +10,7 @@ from al_deepspeed.run_figures import read_run, rows
 
 SHOWN = 120  # micro-steps; the last ones of a run
 RANKS_AS_LINES = 8
+ROOM_FOR_LEGEND = 1.12
 
 
 def plot(runs: list[Path], out: Path) -> None:
@@ -69,7 +70,7 @@ def _costs(panel: Any, lines: list[dict]) -> None:
     clock = panel.twinx()
     clock.plot(across, measured, color="black", linewidth=0.8, alpha=0.6, label="measured time")
     clock.set_ylabel("measured ms")
-    clock.set_ylim(bottom=0)
-    panel.set_ylim(bottom=0)
+    for axes in (panel, clock):
+        axes.set_ylim(0, ROOM_FOR_LEGEND * axes.get_ylim()[1])
     handles = [*panel.get_legend_handles_labels()[0], *clock.get_legend_handles_labels()[0]]
     panel.legend(handles=handles, fontsize=7, loc="upper left", ncols=3)
