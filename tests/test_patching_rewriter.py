@@ -503,6 +503,19 @@ def test_a_norm_chosen_by_a_condition_is_the_one_that_runs(lines, observe):
         torch.testing.assert_close(found, torch.tensor(expected), rtol=0, atol=1e-4)
 
 
+def test_attributes_assigned_together_are_each_what_they_are_given():
+    source = CHOSEN.replace("{body}", "        return self.one(self.first(x)) * (1 + scale) + shift")
+    source = source.replace(
+        "self.one = nn.LayerNorm(2)",
+        "(self.first, self.one), self.two = (nn.Linear(2, 2), nn.LayerNorm(2)), 3",
+    )
+    result = rewrite(source)
+    assert [(site.kind, site.line) for site in result.sites] == [("adaln", 14)]
+    assert "adaln(self.one, self.first(x), shift, scale" in result.source
+    swapped = source.replace("nn.Linear(2, 2), nn.LayerNorm(2)", "nn.LayerNorm(2), nn.Linear(2, 2)")
+    assert rewrite(swapped).sites == ()
+
+
 def test_comments_above_statements_that_go_stay():
     found = method(
         "x = x + gate * self.project(x)",

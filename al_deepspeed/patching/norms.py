@@ -231,13 +231,25 @@ def _assignments_to(method: cst.FunctionDef, owner: str) -> tuple[tuple[str, cst
     for node in descend(method):
         kind = type(node)
         if kind is cst.Assign:
-            targets = [target.target for target in node.targets]
+            pairs = [pair for target in node.targets for pair in _pairs(target.target, node.value)]
         elif kind is cst.AnnAssign and node.value is not None:
-            targets = [node.target]
+            pairs = [(node.target, node.value)]
         else:
             continue
-        for target in targets:
+        for target, value in pairs:
             holder = target.value if type(target) is cst.Attribute else None
             if type(holder) is cst.Name and holder.value == owner:
-                found.append((target.attr.value, node.value))
+                found.append((target.attr.value, value))
     return tuple(found)
+
+
+def _pairs(target: cst.CSTNode, value: cst.BaseExpression) -> list[tuple[cst.CSTNode, cst.BaseExpression]]:
+    """`a, b = x, y` assigns as `a = x` and `b = y` do; another value belongs to each target as a whole."""
+    if type(target) is not cst.Tuple:
+        return [(target, value)]
+    targets = [element.value for element in target.elements]
+    if type(value) is cst.Tuple and len(value.elements) == len(targets):
+        values = [element.value for element in value.elements]
+    else:
+        values = [value] * len(targets)
+    return [pair for one, other in zip(targets, values, strict=True) for pair in _pairs(one, other)]

@@ -209,7 +209,8 @@ def _norm_attributes(source: str) -> frozenset[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            attributes = {one.attr for one in targets if isinstance(one, ast.Attribute)}
+            parts = [part for one in targets for part in ast.walk(one) if isinstance(part, ast.Attribute)]
+            attributes = {part.attr for part in parts if isinstance(part.ctx, ast.Store)}
             if attributes - found and any(map(_says_norm, ast.walk(node.value))):
                 found |= attributes
     return frozenset(found)
