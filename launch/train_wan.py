@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 import al_deepspeed
 from al_deepspeed.agreement import StopOnSignal, together
+from al_deepspeed.build_locks import told_of_build_locks
 from al_deepspeed.config import BATCHING_KEY, read_config
 from al_deepspeed.data.files import write_whole
 from al_deepspeed.data.manifest import read_manifest
@@ -169,7 +170,8 @@ def main() -> None:
     # DeepSpeed calls collectives by names that newer torch deprecates, at every layer.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     get_accelerator().set_device(arguments.local_rank)
-    deepspeed.init_distributed()
+    with told_of_build_locks():
+        deepspeed.init_distributed()
     try:
         Trainer(arguments).train()
     except AdaptiveLoadError as error:

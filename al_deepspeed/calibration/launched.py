@@ -11,6 +11,7 @@ from deepspeed.accelerator import get_accelerator
 
 import al_deepspeed
 from al_deepspeed.agreement import together
+from al_deepspeed.build_locks import told_of_build_locks
 from al_deepspeed.calibration import assemble, check, file, scan, show
 from al_deepspeed.calibration.arguments import parser
 from al_deepspeed.calibration.measure import Meter
@@ -220,7 +221,8 @@ def main() -> int:
     """Exit code 0, or 2 after an error that a person can mend."""
     arguments = parser().parse_args()
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
-    deepspeed.init_distributed()
+    with told_of_build_locks():
+        deepspeed.init_distributed()
     try:
         run(arguments)
     except AdaptiveLoadError as error:
