@@ -277,8 +277,8 @@ def scan(scan_options, folder, *arguments) -> tuple[list[int], str]:
 
 
 def test_a_killed_scan_resumes_and_a_failed_allocation_ends_it_in_order(scan_options, tmp_path):
-    """Both ranks die after 12 forwards, amid the third point. Resumed, the second rank alone cannot allocate B*S = 160: the first
-    is then inside an all-gather of ZeRO-3 that the other never joins."""
+    """Both ranks die after 12 forwards, amid the third point. Resumed, the second rank alone cannot allocate
+    B*S = 160: the first is then inside an all-gather of ZeRO-3 that the other never joins."""
     codes, log = scan(scan_options, tmp_path, "--", "--die-after", "12")
     assert 9 in codes and 0 not in codes, log
     before = json.loads((tmp_path / "calibration.json.scan").read_text())["points"]
