@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -70,7 +70,7 @@ class Alarm:
             wait_for_workers=False,
             timeout=timedelta(seconds=SAVING_S),
         )
-        self._over = threading.Event()
+        self._over, self._heard = threading.Event(), threading.Event()
         self._listener = threading.Thread(
             target=self._listen, name="al_deepspeed calibration alarm", daemon=True
         )
@@ -89,6 +89,9 @@ class Alarm:
             yield
         except Exception as error:
             if not is_out_of_memory(error):
+                # Ranks that failed and left break this one's collective: the listener ends it with their code.
+                if self._heard.wait(2 * POLL_S):
+                    self._listener.join()
                 raise
             self.sound({"rank": self._rank, "batch_size": batch_size, "shape": shape, "tokens": tokens})
 
@@ -112,6 +115,7 @@ class Alarm:
                 self._leave(json.loads(self._store.get(FAILED)))
 
     def _leave(self, failure: dict) -> None:
+        self._heard.set()
         code = 1
         try:
             code = self._saved(failure)
@@ -128,7 +132,8 @@ class Alarm:
         if self._rank == 0:
             self._store.set(SAVED, str(self._finish(failure)))
         code = int(self._store.get(SAVED))
-        self._store.add(LEFT, 1)
+        with suppress(dist.DistError):  # all others have answered, and rank 0 may have left
+            self._store.add(LEFT, 1)
         deadline = time.monotonic() + LEAVING_S
         while self._rank == 0 and self._store.add(LEFT, 0) < self._ranks and time.monotonic() < deadline:
             time.sleep(POLL_S)
