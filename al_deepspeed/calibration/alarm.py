@@ -89,7 +89,8 @@ class Alarm:
             yield
         except Exception as error:
             if not is_out_of_memory(error):
-                # Ranks that failed and left break this one's collective: the listener ends it with their code.
+                # Others that left after a failure break this one's collective: the listener ends it, with
+                # their code.
                 if self._heard.wait(2 * POLL_S):
                     self._listener.join()
                 raise
