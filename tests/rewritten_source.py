@@ -88,3 +88,7 @@ def assert_computes_the_same(source: str, gradients: bool = True) -> int:
     assert found_calls == calls
     assert torch.equal(found_state, state)
     return len(rewritten.sites)
+
+
+def as_tuple(outputs):
+    return outputs if isinstance(outputs, tuple) else (outputs,)
