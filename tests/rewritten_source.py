@@ -65,7 +65,7 @@ def run(source: str, gradients: bool):
     torch.manual_seed(1)
     with torch.set_grad_enabled(gradients):
         outputs = block(*given)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    outputs = as_tuple(outputs)
     found = {f"output {number}": one for number, one in enumerate(outputs)}
     found |= {f"operand {number}": one for number, one in enumerate(given)}
     if gradients:
